@@ -1,0 +1,330 @@
+"""Drives any torchrl `EnvBase`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from torchrl.data.tensor_specs import Composite, NonTensor, StackedComposite
+from torchrl.envs import TransformedEnv
+from torchrl.envs.common import EnvBase, _EnvWrapper
+
+from shoal.drivers.base import Description, Driver, Messages
+from shoal.engine.errors import EnvError
+from shoal.engine.layout import Array
+from shoal.engine.protocol import ResetInput, StepInput
+from shoal.engine.schema import (
+    ACTION,
+    DONE,
+    INPUT,
+    NEXT,
+    OBSERVATION,
+    REWARD,
+    ROOT,
+    STATE,
+    Key,
+    Leaf,
+    Schema,
+)
+
+_BFLOAT16 = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Details:
+    """What the face needs to know of a torchrl environment.
+
+    Attributes:
+        specs: its ``input_spec`` and ``output_spec``.
+        batch_size: its own batch size.
+        device: where its tensors live; None if it does not say.
+        supports_set_state: whether it can be reset to a given state.
+    """
+
+    specs: Composite
+    batch_size: torch.Size
+    device: torch.device | None
+    supports_set_state: bool
+
+
+def schema_of(specs: Composite) -> Schema:
+    """The leaves that specs of one environment describe.
+
+    Raises:
+        RuntimeError: a nested spec is empty.
+    """
+    inputs, outputs = specs["input_spec"], specs["output_spec"]
+    leaves: list[Leaf] = []
+    for spec, name, role in (
+        (inputs, "full_action_spec", ACTION),
+        (inputs, "full_state_spec", STATE),
+        (outputs, "full_observation_spec", OBSERVATION),
+        (outputs, "full_reward_spec", REWARD),
+        (outputs, "full_done_spec", DONE),
+    ):
+        part = spec[name] if name in spec.keys() else None
+        if part is not None:
+            leaves.extend(_leaves_of(part, role, ()))
+    return Schema(tuple(leaves))
+
+
+def _leaves_of(spec: Any, role: str, prefix: Key) -> Iterator[Leaf]:
+    for name in spec.keys():
+        child, key = spec[name], (*prefix, name)
+        if child is None:
+            continue
+        if is_opaque(child):
+            yield Leaf(key, role, "object", (), fixed=False)
+        elif isinstance(child, Composite):
+            if child.is_empty():
+                raise RuntimeError(
+                    f"the environment has an empty nested spec at {'.'.join(key)!r} ({role}); remove it with "
+                    "torchrl.envs.transforms.RemoveEmptySpecs"
+                )
+            yield from _leaves_of(child, role, key)
+        else:
+            shape = tuple(child.shape)
+            yield Leaf(key, role, dtype_name(child.dtype), shape, fixed=all(size >= 0 for size in shape))
+
+
+def is_opaque(spec: Any) -> bool:
+    """Whether values of a spec travel whole: Python objects, tensorclasses, stacks of unequal parts."""
+    if isinstance(spec, (NonTensor, StackedComposite)):
+        return True
+    if isinstance(spec, Composite):
+        return spec.data_cls is not None
+    parts = getattr(spec, "_specs", None)
+    return spec.dtype is None or bool(parts and any(isinstance(part, NonTensor) for part in parts))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype's name as numpy spells it (``"float32"``), or ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def as_tensor(array: Array, dtype: str) -> torch.Tensor:
+    """The tensor over an array's memory, of the leaf's own dtype."""
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if dtype == _BFLOAT16 else tensor
+
+
+class TorchRLDriver(Driver):
+    """Drives one torchrl environment through its public methods.
+
+    Args:
+        env: the environment; the driver owns it.
+        row: its index in the batch, for messages.
+    """
+
+    env: EnvBase
+
+    def __init__(self, env: EnvBase, row: int) -> None:
+        env.set_spec_lock_()
+        _check_transforms(env)
+        self.env = env
+        self._row = row
+        self._root: TensorDictBase | None = None
+        self._sent = False
+
+    def describe(self) -> Description:
+        env = self.env
+        details = Details(env.specs.clone(), env.batch_size, env.device, bool(env._supports_set_state))
+        return Description("torchrl", schema_of(details.specs), details, _text(env), _chains_seed(env))
+
+    def attach(self, schema: Schema, arrays: dict[str, dict[Key, Array]], *, sent: bool) -> None:
+        self._sent = sent
+        self._schema = schema
+        self._buffers = {
+            area: {key: as_tensor(array, schema.by_area[area][key].dtype) for key, array in slots.items()}
+            for area, slots in arrays.items()
+        }
+        self._inputs = [(_td_key(key), buffer) for key, buffer in self._buffers[INPUT].items()]
+        self._outputs = {
+            area: [
+                (key, _td_key(key), self._buffers[area].get(key), leaf) for key, leaf in schema.by_area[area].items()
+            ]
+            for area in (NEXT, ROOT)
+        }
+        kind = type(self.env)
+        self._in_parts = (
+            kind.step_and_maybe_reset in (EnvBase.step_and_maybe_reset,)
+            and kind.maybe_reset is EnvBase.maybe_reset
+            and not self.env.__dict__.get("_torchrl_native_autoreset", False)
+            and self.env.__dict__.get("_compiled_step_and_maybe_reset") is None
+        )
+
+    def reset(self, given: ResetInput | None) -> Messages | None:
+        leaves = None if given is None else given.leaves
+        kwargs = {} if given is None else given.kwargs
+        tensordict = self._reset_input(leaves) if leaves else None
+        root = self.env.reset(tensordict, **kwargs)
+        self._root = root
+        return self._write(ROOT, root)
+
+    def _reset_input(self, leaves: dict[Key, Any]) -> TensorDictBase:
+        masks = [value for key, value in leaves.items() if key[-1] == "_reset"]
+        if self._root is not None and any(not bool(mask.all()) for mask in masks):
+            # Only a part of the row's own batch is reset: the rest of it stays as it is.
+            leaves = {**{key: self._root.get(_td_key(key), None) for key, *_ in self._outputs[ROOT]}, **leaves}
+        return self._tensordict(leaves)
+
+    def step(self, given: StepInput | None) -> Messages | None:
+        tensordict = self.env.step(self._step_input(given))
+        tensordict, self._root = self._advance(tensordict)
+        return self._write(NEXT, tensordict.get("next"))
+
+    def step_and_maybe_reset(self, given: StepInput | None) -> Messages | None:
+        env, tensordict = self.env, self._step_input(given)
+        if self._in_parts:
+            tensordict, root = self._advance(env.step(tensordict))
+            messages = self._write(NEXT, tensordict.get("next"))
+            root = env.maybe_reset(root)
+        else:
+            tensordict, root = env.step_and_maybe_reset(tensordict)
+            messages = self._write(NEXT, tensordict.get("next"))
+        self._root = root
+        more = self._write(ROOT, root)
+        if more:
+            return {**messages, **more} if messages else more
+        return messages
+
+    def _advance(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        env = self.env
+        root = env._step_mdp(tensordict)
+        if env._post_step_mdp_hooks is not None:
+            tensordict, root = env._post_step_mdp_hooks(tensordict, root)
+        return tensordict, root
+
+    def _step_input(self, given: StepInput | None) -> TensorDictBase:
+        env = self.env
+        if self._root is None:
+            tensordict = TensorDict({}, batch_size=env.batch_size, device=env.device)
+        else:
+            tensordict = self._root.copy()
+        for key, buffer in self._inputs:
+            # A copy: the environment may keep it, and the next command writes to the buffer.
+            tensordict.set(key, buffer.clone())
+        if given is not None:
+            for leaf_key, value in given.leaves.items():
+                tensordict.set(_td_key(leaf_key), value)
+            if given.carried:
+                tensordict.set("next", self._tensordict(given.carried))
+        return tensordict
+
+    def _tensordict(self, leaves: dict[Key, Any]) -> TensorDictBase:
+        tensordict = TensorDict({}, batch_size=self.env.batch_size, device=self.env.device)
+        for key, value in leaves.items():
+            if value is not None:
+                tensordict.set(_td_key(key), value)
+        return tensordict
+
+    def _write(self, area: str, tensordict: TensorDictBase) -> Messages | None:
+        messages: Messages | None = None
+        for key, name, buffer, leaf in self._outputs[area]:
+            value = tensordict.get(name, None)
+            if value is None:
+                raise EnvError(
+                    f"row {self._row}: the environment gave no {'.'.join(key)!r} ({leaf.role}), which its specs promise; "
+                    f"it gave {sorted(map(str, tensordict.keys(True, True)))}"
+                )
+            if buffer is not None:
+                if value.shape != buffer.shape or value.dtype != buffer.dtype:
+                    raise EnvError(
+                        f"row {self._row}: the environment's {'.'.join(key)!r} ({leaf.role}) has shape "
+                        f"{tuple(value.shape)} and dtype {dtype_name(value.dtype)}, its spec says "
+                        f"{tuple(buffer.shape)} and {leaf.dtype}; change the spec or the value"
+                    )
+                buffer.copy_(value.detach())
+                continue
+            if messages is None:
+                messages = {}
+            messages[area, key] = self._message(value)
+        return messages
+
+    def _message(self, value: Any) -> Any:
+        """A value in memory of its own; without its graph and on the CPU if it leaves this process."""
+        if not isinstance(value, torch.Tensor) and not is_tensor_collection(value):
+            return value
+        if self._sent:
+            return value.detach().cpu() if isinstance(value, torch.Tensor) else value.detach().to("cpu")
+        return value.clone()
+
+    def seed(self, seed: int | None, static: bool) -> int | None:
+        if self._sent and seed is not None:
+            # Environments that draw from torch's own generator are repeatable too; this process has no other user of it.
+            torch.manual_seed(seed)
+        following: int | None = self.env.set_seed(seed, static_seed=static)
+        return following
+
+    def state_dict(self) -> Any:
+        return without_locks(self.env.state_dict())
+
+    def load_state_dict(self, state: Any, kwargs: dict[str, Any]) -> None:
+        self.env.load_state_dict(state, **kwargs)
+
+    def set_attr(self, name: str, value: Any) -> None:
+        target: Any = self.env
+        while True:
+            if _defines(target, name):
+                setattr(target, name, value)
+                return
+            if isinstance(target, TransformedEnv):
+                target = target.base_env
+            elif isinstance(target, _EnvWrapper):
+                target = target._env
+            elif hasattr(target, "has_wrapper_attr") and target.has_wrapper_attr(name):
+                target.set_wrapper_attr(name, value)
+                return
+            else:
+                raise AttributeError(
+                    f"the environment of row {self._row} ({_text(self.env)}) has no attribute {name!r}"
+                )
+
+    def close(self) -> None:
+        self.env.close()
+
+
+def _defines(target: Any, name: str) -> bool:
+    own = getattr(target, "__dict__", {})
+    parts = (own.get(part, ()) for part in ("_modules", "_parameters", "_buffers"))
+    return name in own or hasattr(type(target), name) or any(name in part for part in parts)
+
+
+def _check_transforms(env: EnvBase) -> None:
+    """Lets transforms that must not live in a worker say so."""
+    if isinstance(env, TransformedEnv):
+        check: Callable[[], None] | None = getattr(env.transform, "_check_batched_worker_compat", None)
+        if check is not None:
+            check()
+        _check_transforms(env.base_env)
+
+
+def _chains_seed(env: EnvBase) -> bool:
+    """Whether ``set_seed`` gives what the chain gives: nobody has overridden it."""
+    while isinstance(env, TransformedEnv) and type(env).set_seed is TransformedEnv.set_seed:
+        env = env.base_env
+    return type(env).set_seed is EnvBase.set_seed
+
+
+def without_locks(state: Any) -> Any:
+    """A state dict with None in place of the locks in it, which cannot be sent."""
+    if isinstance(state, dict):
+        copy = type(state)()
+        for key, value in state.items():
+            copy[key] = without_locks(value)
+        return copy
+    return None if hasattr(state, "acquire") and hasattr(state, "release") else state
+
+
+def _td_key(key: Key) -> str | Key:
+    return key[0] if len(key) == 1 else key
+
+
+def _text(env: Any) -> str:
+    try:
+        return str(env)
+    except Exception:
+        return f"{type(env).__name__}()"

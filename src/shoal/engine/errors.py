@@ -1,0 +1,193 @@
+"""The exceptions that a user may catch, and how an exception crosses from a worker to its parent."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+
+class EnvError(RuntimeError):
+    """A sub-environment raised an exception that cannot be rebuilt in this process, or wrote a wrong value.
+
+    Attributes:
+        row: the sub-environment's index in the batch.
+        command: what it was doing (``"build"``, ``"reset"``, ``"step"``, ...).
+    """
+
+    row: int = -1
+    command: str = ""
+
+
+class WorkerDied(RuntimeError):
+    """A worker process ended while it was needed.
+
+    Attributes:
+        rows: the rows that lived in it.
+        pid: its process id.
+        exitcode: what it left: an exit code, or minus the number of the signal that killed it; None if unknown.
+        command: what it was doing.
+    """
+
+    def __init__(self, message: str, rows: Sequence[int] = (), pid: int = -1, exitcode: int | None = None) -> None:
+        super().__init__(message)
+        self.rows = tuple(rows)
+        self.pid = pid
+        self.exitcode = exitcode
+        self.command = ""
+
+
+class WorkerTimeout(RuntimeError):
+    """A command took longer than ``step_timeout``.
+
+    Attributes:
+        rows: the rows whose answer was missing.
+        limit: the limit, in seconds.
+        command: what they were doing.
+    """
+
+    def __init__(self, message: str, rows: Sequence[int] = (), limit: float = 0.0) -> None:
+        super().__init__(message)
+        self.rows = tuple(rows)
+        self.limit = limit
+        self.command = ""
+
+
+class WorkerTraceback(Exception):
+    """Shown as the cause of an exception that comes from a worker: the traceback as it was there."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass
+class Fault:
+    """One exception of one row, in a form that crosses a process.
+
+    Attributes:
+        row: index of the sub-environment.
+        command: what it was doing.
+        pid: process it lives in.
+        name: the exception's type, by name.
+        message: its text.
+        trace: its traceback, as text.
+        packed: the exception pickled, or None where it cannot be rebuilt.
+        exception: the exception itself, where it never left this process.
+    """
+
+    row: int
+    command: str
+    pid: int
+    name: str
+    message: str
+    trace: str
+    packed: bytes | None = None
+    exception: BaseException | None = None
+
+    @classmethod
+    def capture(cls, row: int, command: str, exception: BaseException, *, remote: bool) -> Fault:
+        """Describes an exception that was just caught; with ``remote``, so that it can be sent."""
+        fault = cls(row, command, os.getpid(), type(exception).__name__, _text(exception), _trace(exception))
+        if remote:
+            fault.packed = _pack(exception)
+        else:
+            fault.exception = exception
+        return fault
+
+    def where(self) -> str:
+        """Row, command and process in words."""
+        return f"row {self.row}, command {self.command!r}, process {self.pid}"
+
+    def rebuild(self) -> BaseException:
+        """The exception, of its own type where that can be rebuilt, else an `EnvError`, with row and command in it."""
+        exception = self.exception
+        if exception is None and self.packed is not None:
+            try:
+                exception = _unpack(self.packed)
+            except Exception:
+                exception = None
+        if exception is None:
+            exception = EnvError(f"{self.name} in {self.where()}: {self.message}")
+        for name, value in (("row", self.row), ("command", self.command)):
+            try:
+                setattr(exception, name, value)
+            except (AttributeError, TypeError):
+                pass
+        if hasattr(exception, "add_note"):
+            exception.add_note(f"shoal: raised by a sub-environment: {self.where()}")
+        return exception
+
+
+def raise_faults(faults: Sequence[Fault]) -> None:
+    """Raises the first of the faults, with the traceback of each as its cause. Does nothing without faults."""
+    if not faults:
+        return
+    exception = faults[0].rebuild()
+    if faults[0].exception is not None and len(faults) == 1:
+        raise exception
+    parts = [f"in {fault.where()}:\n{fault.trace}" for fault in faults]
+    raise exception from WorkerTraceback("\n" + "\n".join(parts))
+
+
+def _text(exception: BaseException) -> str:
+    try:
+        return str(exception)
+    except Exception:
+        return f"<the text of {type(exception).__name__} could not be made>"
+
+
+def _trace(exception: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(type(exception), exception, exception.__traceback__))
+    except Exception:
+        return f"{type(exception).__name__}: {_text(exception)}\n"
+
+
+def _pack(exception: BaseException) -> bytes | None:
+    """Pickles an exception in the first way that is seen to come back: as it is, or from its class, args and dict."""
+    try:
+        packed = cloudpickle.dumps(("whole", exception))
+        if type(_unpack(packed)) is type(exception):
+            return packed
+    except Exception:
+        pass
+    try:
+        parts = (type(exception), _picklable(exception.args) or (_text(exception),), _plain_dict(exception))
+        packed = cloudpickle.dumps(("parts", parts))
+        if _text(_unpack(packed)) == _text(exception):
+            return packed
+    except Exception:
+        pass
+    return None
+
+
+def _unpack(packed: bytes) -> BaseException:
+    kind, value = cloudpickle.loads(packed)
+    if kind == "whole":
+        exception: BaseException = value
+        return exception
+    exception_type, args, attributes = value
+    exception = exception_type.__new__(exception_type, *args)
+    exception.args = args
+    exception.__dict__.update(attributes)
+    return exception
+
+
+def _picklable(value: Any) -> Any:
+    try:
+        cloudpickle.loads(cloudpickle.dumps(value))
+    except Exception:
+        return None
+    return value
+
+
+def _plain_dict(exception: BaseException) -> dict[str, Any]:
+    return {name: value for name, value in vars(exception).items() if _picklable(value) is not None}

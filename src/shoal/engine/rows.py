@@ -1,0 +1,167 @@
+"""Runs commands on the rows of one process: the part that serial and parallel share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+from shoal.drivers import driver_for
+from shoal.drivers.base import Description, Driver
+from shoal.engine.errors import EnvError, Fault
+from shoal.engine.layout import Layout
+from shoal.engine.protocol import Answer, Opcode
+from shoal.engine.schema import Schema
+
+_TOUCHES_STATE = frozenset({Opcode.RESET, Opcode.STEP, Opcode.STEP_AND_MAYBE_RESET, Opcode.SEED, Opcode.LOAD_STATE_DICT})
+
+
+class Builder(NamedTuple):
+    """How to build one sub-environment."""
+
+    factory: Callable[..., Any]
+    kwargs: dict[str, Any]
+
+    def pack(self) -> bytes:
+        """The builder in a form that crosses a process."""
+        return cloudpickle.dumps(tuple(self))
+
+
+class RowGroup:
+    """The rows of one process.
+
+    Args:
+        rows: indices of the rows in the batch.
+        remote: whether faults must be sent to another process (then any exception is caught, also ``SystemExit``).
+
+    An exception of one row ends that row's part of the command; the other rows go on. A row whose state an exception
+    may have broken refuses to step until it was reset.
+    """
+
+    def __init__(self, rows: Sequence[int], *, remote: bool) -> None:
+        self.rows = tuple(rows)
+        self._remote = remote
+        self._catch: type[BaseException] = BaseException if remote else Exception
+        self._drivers: dict[int, Driver] = {}
+        self._broken: dict[int, str] = {}
+
+    def build(self, builders: Sequence[Builder | bytes]) -> Answer:
+        """Builds the environments; the answer's values are their descriptions."""
+        answer = Answer()
+        for row, builder in zip(self.rows, builders, strict=True):
+            try:
+                factory, kwargs = cloudpickle.loads(builder) if isinstance(builder, bytes) else builder
+                driver = driver_for(factory(**kwargs), row)
+                description: Description = driver.describe()
+            except self._catch as error:
+                answer.faults.append(self._fault(row, Opcode.BUILD, error))
+                continue
+            self._drivers[row] = driver
+            answer.values[row] = description
+        return answer
+
+    def attach(self, schemas: dict[int, Schema], layout: Layout, buffer: Any) -> None:
+        """Gives each row its arrays in a block laid out for the whole batch."""
+        for row, driver in self._drivers.items():
+            driver.attach(schemas[row], layout.row(buffer, row), sent=self._remote)
+
+    def execute(self, opcode: int, mask: Any, given: dict[int, Any] | None) -> Answer | None:
+        """Runs one command.
+
+        Args:
+            opcode: the command.
+            mask: one byte a row of the whole batch, zero for the rows that take no part; None for all.
+            given: arguments by row.
+
+        Returns:
+            What does not lie in the buffers, or None if everything does.
+        """
+        run = _COMMANDS[opcode]
+        answer: Answer | None = None
+        for row, driver in self._drivers.items():
+            if mask is not None and not mask[row]:
+                continue
+            try:
+                if self._broken and row in self._broken and opcode in _STEPS:
+                    raise EnvError(
+                        f"row {row} raised an exception in {self._broken[row]!r} and was not reset since: reset it "
+                        'before it steps again (a mask under "_reset" resets single rows)'
+                    )
+                value = run(driver, None if given is None else given.get(row))
+            except self._catch as error:
+                answer = answer or Answer()
+                answer.faults.append(self._fault(row, Opcode(opcode), error))
+                continue
+            if value is not None or opcode in _ANSWERING:
+                answer = answer or Answer()
+                answer.values[row] = value
+            if self._broken and opcode == Opcode.RESET:
+                self._broken.pop(row, None)
+        return answer
+
+    def close(self) -> Answer:
+        """Calls each environment's own close."""
+        answer = Answer()
+        for row, driver in self._drivers.items():
+            try:
+                driver.close()
+            except self._catch as error:
+                answer.faults.append(self._fault(row, Opcode.CLOSE, error))
+        self._drivers.clear()
+        return answer
+
+    def _fault(self, row: int, opcode: Opcode, error: BaseException) -> Fault:
+        if opcode in _TOUCHES_STATE:
+            self._broken.setdefault(row, opcode.command)
+        return Fault.capture(row, opcode.command, error, remote=self._remote)
+
+
+def _seed(driver: Driver, given: Any) -> Any:
+    seed, static = given
+    return driver.seed(seed, static)
+
+
+def _load_state_dict(driver: Driver, given: Any) -> None:
+    state, kwargs = given
+    driver.load_state_dict(state, kwargs)
+
+
+def _get_attr(driver: Driver, given: Any) -> Any:
+    return driver.get_attr(given)
+
+
+def _has_attr(driver: Driver, given: Any) -> bool:
+    try:
+        driver.get_attr(given)
+    except AttributeError:
+        return False
+    return True
+
+
+def _set_attr(driver: Driver, given: Any) -> None:
+    name, value = given
+    driver.set_attr(name, value)
+
+
+def _call(driver: Driver, given: Any) -> Any:
+    path, args, kwargs = given
+    method = driver.get_attr(path)
+    return method(*args, **kwargs)
+
+
+_COMMANDS: dict[int, Callable[[Driver, Any], Any]] = {
+    Opcode.RESET: lambda driver, given: driver.reset(given),
+    Opcode.STEP: lambda driver, given: driver.step(given),
+    Opcode.STEP_AND_MAYBE_RESET: lambda driver, given: driver.step_and_maybe_reset(given),
+    Opcode.SEED: _seed,
+    Opcode.STATE_DICT: lambda driver, given: driver.state_dict(),
+    Opcode.LOAD_STATE_DICT: _load_state_dict,
+    Opcode.GET_ATTR: _get_attr,
+    Opcode.HAS_ATTR: _has_attr,
+    Opcode.SET_ATTR: _set_attr,
+    Opcode.CALL: _call,
+}
+
+_STEPS = frozenset({Opcode.STEP, Opcode.STEP_AND_MAYBE_RESET})
+_ANSWERING = frozenset({Opcode.SEED, Opcode.STATE_DICT, Opcode.GET_ATTR, Opcode.HAS_ATTR, Opcode.CALL})

@@ -1,0 +1,134 @@
+"""The loop inside a worker process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shoal.engine.channel import Channel
+from shoal.engine.memory import open_block
+from shoal.engine.protocol import Answer, Control, Flag, Opcode
+from shoal.engine.rows import RowGroup
+from shoal.engine.signals import Waiter
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+def limit_threads(count: int) -> None:
+    """Tells every numeric library how many threads to use: those still to be imported, and torch if it already is."""
+    for name in _THREAD_VARIABLES:
+        os.environ[name] = str(count)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(count)
+
+
+class Worker:
+    """One worker: its rows, and the words it exchanges with its parent.
+
+    Args:
+        index: which worker of the pool.
+        rows: its rows.
+        channel: to the parent.
+        control: the pool's control words; worker side.
+    """
+
+    def __init__(self, index: int, rows: Sequence[int], channel: Channel, control: Control) -> None:
+        self._index = index
+        self._channel = channel
+        self._control = control
+        self._group = RowGroup(rows, remote=True)
+        self._data: Any = None
+
+    def run(self, builders: Sequence[bytes]) -> None:
+        """Builds the environments, then serves commands until told to close or the parent is gone."""
+        try:
+            self._channel.send(self._group.build(builders))
+            _, attachment = self._channel.receive()
+            if attachment is None:
+                self._group.close()
+                return
+            schemas, layout, handle = attachment
+            self._data = open_block(handle, self._channel.take_descriptor())
+            self._group.attach(schemas, layout, self._data.buffer)
+            self._channel.send(Answer())
+            self._serve()
+        except (EOFError, BrokenPipeError, ConnectionError):
+            # The parent is gone: there is nobody to tell. Environments get their chance to let go of what they hold.
+            self._group.close()
+
+    def _serve(self) -> None:
+        control, index, group, channel = self._control, self._index, self._group, self._channel
+        signals = control.signals
+        waiter = Waiter(signals.doorbells[index])
+        while True:
+            waiter.wait()
+            sequence, opcode, flags = control.read_command(index)
+            given = None
+            if flags & Flag.MESSAGE:
+                _, given = channel.receive()
+            if opcode == Opcode.CLOSE:
+                group.close()
+                return
+            answer = group.execute(opcode, control.mask if flags & Flag.MASKED else None, given)
+            control.answer(index, sequence, Flag.NONE if answer is None else Flag.MESSAGE)
+            signals.finish()
+            if answer is not None:
+                # After the completion: the parent reads while we write, so no size of a message can block us both.
+                self._send(answer, sequence)
+
+    def _send(self, answer: Answer, sequence: int) -> None:
+        try:
+            self._channel.send(answer, sequence)
+        except OSError:
+            raise
+        except BaseException as error:  # a value that cannot be pickled
+            from shoal.engine.errors import Fault
+
+            faults = [Fault.capture(row, "answer", error, remote=True) for row in answer.values]
+            self._channel.send(Answer(faults=answer.faults + faults), sequence)
+
+
+def worker_main(
+    index: int,
+    rows: Sequence[int],
+    builders: Sequence[bytes],
+    sock: socket.socket,
+    make_control: Callable[[], Control],
+    num_threads: int,
+) -> int:
+    """Runs a worker in this process from its first line to its last; returns its exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    limit_threads(num_threads)
+    channel = Channel(sock)
+    try:
+        Worker(index, rows, channel, make_control()).run(builders)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        return 1
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError, AttributeError):
+                pass
+    return 0
+
+
+def watch_parent(parent: int, interval: float = 0.5) -> None:
+    """Ends this process when its parent is no longer ``parent``; for start methods where the kernel does not."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(interval)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="shoal-watch-parent", daemon=True).start()

@@ -1,0 +1,626 @@
+"""The contract that serial and parallel environments share: masks, keys, devices, results, life cycle."""
+
+from __future__ import annotations
+
+import operator
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, is_tensor_collection
+from torchrl._utils import seed_generator
+from torchrl.data.utils import DEVICE_TYPING
+from torchrl.envs import batched_envs as reference
+from torchrl.envs.common import EnvBase
+from torchrl.envs.utils import _aggregate_end_of_traj
+
+from shoal.engine.pool import DEFAULT_TIMEOUT
+from shoal.engine.protocol import Opcode, ResetInput
+from shoal.engine.rows import Builder
+from shoal.engine.schema import NEXT, REWARD, ROOT
+from shoal.envs.remote import RemoteAttributes
+from shoal.envs.results import Results, node_sizes, td_key
+from shoal.envs.session import Engine, Session
+from shoal.envs.specs import batch_specs
+
+Factory = Callable[..., Any]
+
+_UNTIL_USED = ("_session", "_results")
+
+
+class BatchedEnv(RemoteAttributes, EnvBase):
+    """What `SerialEnv` and `ParallelEnv` have in common; not to be used itself.
+
+    Args:
+        num_workers: number N of sub-environments, the rows of the batch.
+        create_env_fn: builds one sub-environment, or a sequence of N such factories. A factory returns a torchrl
+            `EnvBase` or a `gymnasium.Env`; the latter behaves as if wrapped in torchrl's ``GymWrapper``.
+
+    Keyword Args:
+        create_env_kwargs: keyword arguments of the factories: one dict, copied for each row, or a sequence of N dicts.
+        share_individual_td: ``True`` for results that are lazy stacks of one TensorDict a row; ``None`` (default) for
+            that only where the rows do not stack.
+        device: where results live; ``None`` for the sub-environments' device.
+        use_buffers: how leaves travel: ``None`` (default) by shared memory where their shape is fixed and by message
+            elsewhere, ``False`` always by message; ``True`` like ``None``, with a warning where some leaf cannot.
+        shared_memory, memmap: whether buffers lie in shared memory (default) or in a file.
+        policy_proof, consolidate, non_blocking, metadata_from_workers, auto_wrap_envs: accepted; what they chose in
+            torchrl is no choice here (see docs/migrating.md).
+        num_threads: torch threads of this process while the environment is started; ``None`` leaves them alone.
+        num_sub_threads: threads of the numeric libraries in a worker.
+        mp_start_method, daemon, shutdown_timeout, processes, step_timeout: see `ParallelEnv`.
+
+    Raises:
+        RuntimeError: a sequence of another length than N; ``shared_memory`` and ``memmap`` together.
+        TypeError: something else than factories was given.
+        ValueError: ``pin_memory`` or ``allow_step_when_done``, which are gone; sub-environments on several devices and
+            no ``device``.
+    """
+
+    _parallel = False
+
+    def __init__(
+        self,
+        num_workers: int,
+        create_env_fn: Factory | Sequence[Factory],
+        *,
+        create_env_kwargs: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
+        pin_memory: bool = False,
+        share_individual_td: bool | None = None,
+        shared_memory: bool = True,
+        memmap: bool = False,
+        policy_proof: Callable[..., Any] | None = None,
+        device: DEVICE_TYPING | None = None,
+        allow_step_when_done: bool = False,
+        num_threads: int | None = None,
+        num_sub_threads: int = 1,
+        serial_for_single: bool = False,
+        non_blocking: bool = False,
+        mp_start_method: str | None = None,
+        use_buffers: bool | None = None,
+        metadata_from_workers: bool = False,
+        consolidate: bool = True,
+        daemon: bool = False,
+        shutdown_timeout: float = 10.0,
+        auto_wrap_envs: bool = True,
+        processes: int | None = None,
+        step_timeout: float | None = None,
+    ) -> None:
+        super().__init__(device=None)
+        num_workers = operator.index(num_workers)
+        if num_workers < 1:
+            raise ValueError(f"num_workers must be at least 1, found {num_workers}")
+        for name, value in (("pin_memory", pin_memory), ("allow_step_when_done", allow_step_when_done)):
+            if value:
+                raise ValueError(f"{name}=True is not supported any more; leave it out")
+        if shared_memory and memmap:
+            raise RuntimeError(
+                "shared_memory and memmap exclude each other: pass shared_memory=False with memmap=True"
+            )
+        if mp_start_method is not None and not self._parallel:
+            raise TypeError(f"{type(self).__name__} starts no processes: mp_start_method={mp_start_method!r} has no use")
+        self.num_workers = num_workers
+        self.create_env_fn, self._single_task = _factories(create_env_fn, num_workers)
+        self.create_env_kwargs = _kwargs_of_rows(create_env_kwargs, num_workers)
+        self.share_individual_td = share_individual_td
+        self.policy_proof = policy_proof
+        self.num_threads = num_threads
+        self.num_sub_threads = num_sub_threads
+        self.serial_for_single = serial_for_single
+        self.consolidate = consolidate
+        self.daemon = daemon
+        self.shutdown_timeout = float(shutdown_timeout)
+        self.step_timeout = _default_timeout() if step_timeout is None else float(step_timeout)
+        self._share_memory = shared_memory
+        self._memmap = memmap
+        self._non_blocking = non_blocking
+        self._mp_start_method = mp_start_method
+        self._use_buffers = use_buffers
+        self._processes = _check_processes(processes, num_workers)
+        self._asked_device = None if device is None else torch.device(device)
+        self._threads_before: int | None = None
+        self._seeds: list[Any] | None = None
+        self.__dict__["_session"] = None
+        self.__dict__["_results"] = None
+        self.is_closed = True
+        self._open()
+
+    # Life cycle.
+
+    def _make_engine(self, builders: list[Builder]) -> Engine:
+        raise NotImplementedError
+
+    def _open(self) -> Session:
+        """Brings up the sub-environments, and with them the specs. The environment does not count as started by that."""
+        builders = [
+            Builder(factory, kwargs) for factory, kwargs in zip(self.create_env_fn, self.create_env_kwargs, strict=True)
+        ]
+        engine = self._make_engine(builders)
+        try:
+            session = Session(engine, use_buffers=self._use_buffers is not False)
+            self._take_specs(session)
+        except BaseException:
+            engine.close()
+            raise
+        self.__dict__["_session"] = session
+        return session
+
+    def _take_specs(self, session: Session) -> None:
+        rows = session.rows
+        if self._use_buffers and any(not leaf.fixed for row in rows for leaf in row.schema.leaves):
+            warnings.warn(
+                "use_buffers=True was passed, but some leaves have no fixed shape; those travel by message", stacklevel=4
+            )
+        alike = self._single_task or all(row.schema == rows[0].schema for row in rows)
+        if self._single_task:
+            for index, row in enumerate(rows):
+                if row.schema != rows[0].schema:
+                    raise RuntimeError(
+                        f"the same factory gave row 0 and row {index} different leaves: {rows[0].schema.leaves} and "
+                        f"{row.schema.leaves}; pass a list of factories for environments that differ"
+                    )
+        lazy = self.share_individual_td is True
+        if not alike:
+            if self.share_individual_td is False:
+                raise ValueError(
+                    "share_individual_td=False, but the sub-environments have different leaves and do not stack"
+                )
+            lazy = True
+        device = self._asked_device
+        if device is None:
+            devices = {row.device for row in rows}
+            if len(devices) > 1:
+                raise ValueError(
+                    f"the sub-environments live on several devices ({', '.join(map(str, devices))}): say with device= "
+                    "where the results are to live"
+                )
+            device = devices.pop()
+        input_spec, output_spec = batch_specs(rows, alike=self._single_task)
+        if device is not None:
+            input_spec, output_spec = input_spec.to(device), output_spec.to(device)
+        size = torch.Size([len(rows), *rows[0].batch_size])
+        self.__dict__["_device"] = device
+        self.__dict__["_batch_size"] = size
+        self.__dict__["_input_spec"] = input_spec
+        self.__dict__["_output_spec"] = output_spec
+        self.__dict__["_lazy_results"] = lazy
+        self.__dict__["_dummy_env_str"] = rows[0].text
+        self.empty_cache()
+        self.set_spec_lock_()
+        self._make_results(session, list(range(len(rows))))
+
+    def _make_results(self, session: Session, rows: list[int]) -> None:
+        nodes = node_sizes(*(self.output_spec[name] for name in self.output_spec.keys()))
+        results = Results(session, rows, self.batch_size, self.device, nodes, lazy=self._lazy_results)
+        schema = session.rows[rows[0]].schema
+        not_root = {"next", "_step", *(key[0] for key in (*self._keys(self.reset_keys), *self._keys(self.done_keys)) if len(key) == 1)}
+        not_root |= {
+            key[0]
+            for key, leaf in schema.by_area[NEXT].items()
+            if leaf.role == REWARD and len(key) == 1 and key not in schema.by_area[ROOT]
+        }
+        self.__dict__["_not_root"] = frozenset(not_root)
+        self.__dict__["_results"] = results
+
+    @staticmethod
+    def _keys(keys: Sequence[Any]) -> list[tuple[str, ...]]:
+        return [(key,) if isinstance(key, str) else tuple(key) for key in keys]
+
+    def _started(self) -> Session:
+        """The session, started if it was not."""
+        if self.is_closed:
+            self.start()
+        session: Session = self.__dict__["_session"]
+        if getattr(session.engine, "closed", False):
+            self.is_closed = True
+            self.__dict__["_session"] = None
+            return self._started()
+        return session
+
+    def start(self) -> None:
+        """Starts the environment; its first use does the same.
+
+        Raises:
+            RuntimeError: it is started already.
+        """
+        if not self.is_closed:
+            raise RuntimeError("the environment is started already")
+        session = self.__dict__["_session"]
+        if session is None or session.closed or getattr(session.engine, "closed", False):
+            self._open()
+        if self.num_threads is not None:
+            self._threads_before = torch.get_num_threads()
+            torch.set_num_threads(self.num_threads)
+        self.is_closed = False
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Closes the sub-environments and ends the workers; the next use starts them afresh. Specs stay readable.
+
+        Args:
+            raise_if_closed: whether closing a closed environment is an error.
+
+        Raises:
+            RuntimeError: the environment is closed already.
+        """
+        session: Session | None = self.__dict__.get("_session")
+        if session is None and raise_if_closed and self.is_closed:
+            raise RuntimeError("the environment is closed already")
+        self.is_closed = True
+        self.__dict__["_session"] = None
+        if self._threads_before is not None:
+            torch.set_num_threads(self._threads_before)
+            self._threads_before = None
+        if session is not None and not session.closed:
+            session.close()
+
+    def __enter__(self) -> BatchedEnv:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close(raise_if_closed=False)
+
+    def _reconfigured(self) -> None:
+        """Forgets sub-environments that were built before their configuration changed."""
+        session: Session | None = self.__dict__.get("_session")
+        if session is not None:
+            self.__dict__["_session"] = None
+            session.close()
+
+    def update_kwargs(self, kwargs: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Changes the factories' keyword arguments for the next start.
+
+        Args:
+            kwargs: one dict for all rows, or N of them.
+
+        Raises:
+            RuntimeError: another number of dicts than rows.
+        """
+        new = [kwargs] * self.num_workers if isinstance(kwargs, Mapping) else list(kwargs)
+        if len(new) != self.num_workers:
+            raise RuntimeError(f"update_kwargs was given {len(new)} dicts for {self.num_workers} sub-environments")
+        for old, change in zip(self.create_env_kwargs, new, strict=True):
+            old.update(change)
+        if self.is_closed:
+            self._reconfigured()
+
+    def configure_parallel(
+        self,
+        *,
+        use_buffers: bool | None = None,
+        shared_memory: bool | None = None,
+        memmap: bool | None = None,
+        mp_start_method: str | None = None,
+        num_threads: int | None = None,
+        num_sub_threads: int | None = None,
+        non_blocking: bool | None = None,
+        daemon: bool | None = None,
+        shutdown_timeout: float | None = None,
+    ) -> BatchedEnv:
+        """Changes how the environment runs, before its first use; see the class for the arguments.
+
+        Raises:
+            RuntimeError: it is started already.
+        """
+        if not self.is_closed:
+            raise RuntimeError("configure_parallel must be called before the environment is started")
+        changes = {
+            "_use_buffers": use_buffers,
+            "_share_memory": shared_memory,
+            "_memmap": memmap,
+            "_mp_start_method": mp_start_method,
+            "num_threads": num_threads,
+            "num_sub_threads": num_sub_threads,
+            "_non_blocking": non_blocking,
+            "daemon": daemon,
+            "shutdown_timeout": None if shutdown_timeout is None else float(shutdown_timeout),
+        }
+        for name, value in changes.items():
+            if value is not None:
+                setattr(self, name, value)
+        self._reconfigured()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state.update({name: None for name in _UNTIL_USED})
+        state.update(is_closed=True, _threads_before=None, _collector=None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(\n\tenv={self._dummy_env_str}, \n\tbatch_size={self.batch_size})"
+
+    # Data.
+
+    def _set_seed(self, seed: int | None) -> None:
+        """Not used: `set_seed` seeds the sub-environments."""
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        session, results = self._started(), self.__dict__["_results"]
+        places, mask_keys = self._places_to_reset(tensordict)
+        given = self._reset_given(tensordict, kwargs, places)
+        rows = self._engine_rows(places)
+        everywhere = len(places) == len(results._rows)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self._parallel):
+            if places:
+                values = session.run(Opcode.RESET, None if everywhere and results._whole else rows, given)
+            if everywhere:
+                return results.read(ROOT, values)
+            rest = None if tensordict is None else tensordict.exclude(*mask_keys)
+            return results.latest(rest, places)
+
+    def _engine_rows(self, places: Sequence[int]) -> list[int]:
+        rows = self.__dict__["_results"]._rows
+        return [rows[place] for place in places]
+
+    def _places_to_reset(self, tensordict: TensorDictBase | None) -> tuple[list[int], list[Any]]:
+        """The rows to reset, and the keys of the masks that say so."""
+        everywhere = list(range(self.num_workers))
+        if tensordict is None:
+            return everywhere, []
+        if "_reset" in tensordict.keys():
+            mask = tensordict.get("_reset")
+            keys: list[Any] = ["_reset"]
+        else:
+            keys = [key for key in self.reset_keys if tensordict.get(key, None) is not None]
+            if not keys:
+                return everywhere, []
+            mask = _aggregate_end_of_traj(tensordict, reset_keys=self.reset_keys)
+        if not mask.ndim:
+            return (everywhere if bool(mask) else []), keys
+        rows = mask.reshape(mask.shape[0], -1).any(-1)
+        if rows.shape[0] != self.num_workers:
+            raise RuntimeError(
+                f'the mask under "_reset" has shape {tuple(mask.shape)}: expected a leading dimension of '
+                f"{self.num_workers}, one entry a row"
+            )
+        return rows.nonzero().flatten().tolist(), keys
+
+    def _reset_given(
+        self, tensordict: TensorDictBase | None, kwargs: dict[str, Any], places: list[int]
+    ) -> dict[int, ResetInput] | None:
+        kwargs = dict(kwargs)
+        own = kwargs.pop("list_of_kwargs", None)
+        if own is not None and len(own) != self.num_workers:
+            raise RuntimeError(f"list_of_kwargs has {len(own)} dicts for {self.num_workers} sub-environments")
+        parts = None
+        if tensordict is not None and not tensordict.is_empty():
+            parts = tensordict.unbind(0)
+        if parts is None and not kwargs and own is None:
+            return None
+        given = {}
+        session, rows = self.__dict__["_session"], self.__dict__["_results"]._rows
+        masks = {key: None for key in self._keys(self.reset_keys)}
+        for place in places:
+            schema = session.rows[rows[place]].schema
+            leaves = None
+            if parts is not None:
+                wanted = {**schema.by_area["input"], **schema.by_area[NEXT], **masks}
+                found = {key: parts[place].get(td_key(key), None) for key in wanted}
+                leaves = {key: _detached(value, self._parallel) for key, value in found.items() if value is not None}
+            merged = {**kwargs, **(own[place] if own is not None else {})}
+            if leaves or merged:
+                given[rows[place]] = ResetInput(leaves or None, merged)
+        return given or None
+
+    def _reset_proc_data(self, tensordict: TensorDictBase | None, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        if tensordict is None:
+            return tensordict_reset
+        for key in self.reset_keys:
+            tensordict.pop(key, None)
+        return tensordict.update(tensordict_reset)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        session, results = self._started(), self.__dict__["_results"]
+        places = self._places_to_step(tensordict)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self._parallel):
+            given = results.write_input(tensordict, places)
+            values = session.run(Opcode.STEP, self._addressed(places), given)
+            return results.read(NEXT, values, places, tensordict if places is not None else None)
+
+    def _addressed(self, places: list[int] | None) -> list[int] | None:
+        results = self.__dict__["_results"]
+        if places is None:
+            return None if results._whole else results._rows
+        return self._engine_rows(places)
+
+    def _places_to_step(self, tensordict: TensorDictBase) -> list[int] | None:
+        """The rows that a mask under ``"_step"`` picks; None for all."""
+        mask = tensordict.get("_step", None)
+        if mask is None or mask.all():
+            return None
+        rows = mask.reshape(mask.shape[0], -1)
+        if not (rows == rows[:, :1]).all():
+            raise ValueError(
+                'a mask under "_step" must pick whole sub-environments: all entries of a row the same. To step a part '
+                "of a batched sub-environment, put the partial step into the sub-environment"
+            )
+        picked: list[int] = rows[:, 0].nonzero().flatten().tolist()
+        return picked
+
+    def _step_proc_data(self, next_tensordict_out: TensorDictBase) -> TensorDictBase:
+        return next_tensordict_out  # each sub-environment has completed its own
+
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """Steps, and resets the rows that are done, in one exchange with the workers.
+
+        Args:
+            tensordict: of the batch's size, with the actions; a mask under ``"_step"`` picks the rows that move.
+
+        Returns:
+            The input with ``"next"`` set (rows that are done keep their terminal observation there), and the root for the
+            following step (rows that are done hold the first observation of their new episode).
+
+        Raises:
+            RuntimeError: an action is missing or has the wrong shape.
+        """
+        self._assert_tensordict_shape(tensordict)
+        session, results = self._started(), self.__dict__["_results"]
+        places = self._places_to_step(tensordict)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self._parallel):
+            given = results.write_input(tensordict, places)
+            values = session.run(Opcode.STEP_AND_MAYBE_RESET, self._addressed(places), given)
+            rest = tensordict if places is not None else None
+            following = results.read(NEXT, values, places, rest)
+            fresh = results.read(ROOT, values, places, rest)
+        preset = tensordict.get("next", None)
+        if preset is not None:
+            following.update(preset.exclude(*following.keys(True, True)))
+        root = self._root_of(tensordict)
+        tensordict.pop("_step", None)
+        tensordict.set("next", following)
+        return tensordict, root.update(fresh)
+
+    def _root_of(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """What of a step's input goes on to the following step: everything but next, masks, rewards and dones."""
+        dropped = ["next", "_step", *self.reset_keys, *self.done_keys]
+        schema = self.__dict__["_session"].rows[0].schema
+        dropped += [key for key in self.reward_keys if tuple(self._keys([key])[0]) not in schema.by_area[ROOT]]
+        return tensordict.exclude(*dropped)
+
+    def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
+        """Seeds the sub-environments: row 0 with ``seed``, each further row with the next value of torchrl's chain.
+
+        Args:
+            seed: any integer.
+            static_seed: whether all rows get the same seed.
+
+        Returns:
+            The next value of the chain (``seed`` itself if static).
+        """
+        session, rows = self._started(), self.__dict__["_results"]._rows
+        following = None if seed is None else operator.index(seed)
+        self._seeds = []
+        if all(session.rows[row].chains_seed for row in rows):
+            given = {}
+            for row in rows:
+                given[row] = (following, static_seed)
+                self._seeds.append(following)
+                if following is not None and not static_seed:
+                    following = seed_generator(following)
+            session.run(Opcode.SEED, rows, given)
+            return following
+        for row in rows:
+            self._seeds.append(following)
+            values = session.run(Opcode.SEED, [row], {row: (following, static_seed)})
+            assert values is not None
+            following = values[row]
+        return following
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> OrderedDict[str, Any]:  # type: ignore[override]
+        """The sub-environments' states: ``{"worker0": ..., "worker1": ..., ...}``, without locks in them."""
+        session, rows = self._started(), self.__dict__["_results"]._rows
+        values = session.run(Opcode.STATE_DICT, rows)
+        assert values is not None
+        return OrderedDict((f"worker{place}", values[row]) for place, row in enumerate(rows))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:  # type: ignore[override]
+        """Takes what `state_dict` gave, or one sub-environment's state for all of them."""
+        session, rows = self._started(), self.__dict__["_results"]._rows
+        states = [state_dict[f"worker{place}"] if "worker0" in state_dict else state_dict for place in range(len(rows))]
+        session.run(Opcode.LOAD_STATE_DICT, rows, {row: (state, kwargs) for row, state in zip(rows, states, strict=True)})
+
+    def to(self, device: DEVICE_TYPING) -> BatchedEnv:
+        """Moves the results; the sub-environments stay where they are."""
+        device = torch.device(device)
+        if device == self.device:
+            return self
+        self._asked_device = device
+        self.__dict__["_device"] = device
+        for name in ("_input_spec", "_output_spec"):
+            self.__dict__[name] = self.__dict__[name].to(device)
+        self.empty_cache()
+        self.set_spec_lock_()
+        session = self.__dict__["_session"]
+        if session is not None:
+            self._make_results(session, self.__dict__["_results"]._rows)
+        return self
+
+    def add_truncated_keys(self) -> EnvBase:
+        """Not possible here.
+
+        Raises:
+            RuntimeError: always; call it on the sub-environments.
+        """
+        raise RuntimeError(
+            "add_truncated_keys must be called on the sub-environments, in their factory, not on the batch"
+        )
+
+    @property
+    def _supports_set_state(self) -> bool:
+        session = self.__dict__.get("_session")
+        if session is None:
+            return bool(self.__dict__.get("_set_state", False))
+        supports = all(row.supports_set_state for row in session.rows)
+        self.__dict__["_set_state"] = supports
+        return supports
+
+    @property
+    def _has_dynamic_specs(self) -> bool:
+        results: Results | None = self.__dict__["_results"]
+        return results is None or not results.dense
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether copies between devices may be asynchronous; they are complete before a result is returned."""
+        return self._non_blocking
+
+
+def _factories(create_env_fn: Factory | Sequence[Factory], count: int) -> tuple[list[Factory], bool]:
+    """The factory of each row, and whether they are all the same object."""
+    if isinstance(create_env_fn, EnvBase) or hasattr(create_env_fn, "action_space"):
+        raise TypeError(
+            f"create_env_fn is an environment ({type(create_env_fn).__name__}), not a factory: each row needs an "
+            "environment of its own. Pass a callable that builds one, such as lambda: GymEnv('CartPole-v1')"
+        )
+    if callable(create_env_fn):
+        return [create_env_fn] * count, True
+    factories = list(create_env_fn)
+    if len(factories) != count:
+        raise RuntimeError(f"create_env_fn has {len(factories)} factories for num_workers={count} sub-environments")
+    for row, factory in enumerate(factories):
+        if isinstance(factory, EnvBase) or not callable(factory):
+            raise TypeError(
+                f"create_env_fn[{row}] is a {type(factory).__name__}: pass callables that each build an environment"
+            )
+    return factories, all(factory is factories[0] for factory in factories)
+
+
+def _kwargs_of_rows(kwargs: Any, count: int) -> list[dict[str, Any]]:
+    if kwargs is None:
+        return [{} for _ in range(count)]
+    if isinstance(kwargs, Mapping):
+        return [deepcopy(dict(kwargs)) for _ in range(count)]
+    if len(kwargs) != count:
+        raise RuntimeError(f"create_env_kwargs has {len(kwargs)} dicts for num_workers={count} sub-environments")
+    return [dict(each) for each in kwargs]
+
+
+def _check_processes(processes: int | None, count: int) -> int:
+    if processes is None:
+        return count
+    processes = operator.index(processes)
+    if not 1 <= processes <= count:
+        raise ValueError(f"processes must be between 1 and num_workers={count}, found {processes}")
+    return processes
+
+
+def _default_timeout() -> float:
+    return float(os.environ.get("BATCHED_PIPE_TIMEOUT", DEFAULT_TIMEOUT))
+
+
+def _detached(value: Any, parallel: bool) -> Any:
+    if parallel and (isinstance(value, torch.Tensor) or is_tensor_collection(value)):
+        return value.detach().cpu()
+    return value
+
+
+reference.BatchedEnvBase.register(BatchedEnv)
+
+__all__ = ["BatchedEnv"]

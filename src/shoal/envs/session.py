@@ -1,0 +1,79 @@
+"""One life of the sub-environments: from the start of their engine to its close."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.engine.errors import raise_faults
+from shoal.engine.local import LocalEngine
+from shoal.engine.pool import Pool
+from shoal.engine.protocol import Answer, Opcode
+from shoal.engine.schema import NEXT, ROOT, Key
+from shoal.envs.specs import RowSpecs, row_specs
+
+Engine = LocalEngine | Pool
+
+
+class Session:
+    """An engine and what is known of its rows. An environment and the views of it share one.
+
+    Args:
+        engine: runs the commands; its environments are built.
+        use_buffers: whether leaves of fixed shape travel by buffer.
+
+    Attributes:
+        rows: the sub-environments.
+        alike: whether they all have the same leaves.
+        in_next: for each row, whether its latest values lie in the ``NEXT`` area (it was stepped last) rather than in
+            the ``ROOT`` area (it was reset last, or has not moved).
+        latest: for each row, the latest root values of the leaves that travel by message.
+    """
+
+    def __init__(self, engine: Engine, *, use_buffers: bool) -> None:
+        self.engine = engine
+        self.rows: list[RowSpecs] = [row_specs(description) for description in engine.descriptions]
+        self.schemas = [
+            row.schema if use_buffers and (row.native or isinstance(engine, Pool)) else row.schema.without_buffers()
+            for row in self.rows
+        ]
+        engine.attach(self.schemas)
+        self.alike = all(schema == self.schemas[0] for schema in self.schemas)
+        self.in_next = [False] * len(self.rows)
+        self.latest: list[dict[Key, Any]] = [{} for _ in self.rows]
+        self.closed = False
+
+    def run(
+        self, opcode: Opcode, rows: Sequence[int] | None = None, given: dict[int, Any] | None = None
+    ) -> dict[int, Any] | None:
+        """Runs a command on some rows (None: all) and gives the values that came by message, by row.
+
+        Raises:
+            Exception: what a sub-environment raised; the other rows' results are kept.
+        """
+        answer: Answer | None = self.engine.execute(opcode, rows, given)
+        failed = {fault.row for fault in answer.faults} if answer is not None else set()
+        if opcode in _MOVES:
+            stepped = opcode == Opcode.STEP
+            if rows is None and not failed:
+                self.in_next[:] = [stepped] * len(self.in_next)
+            else:
+                for row in range(len(self.rows)) if rows is None else rows:
+                    if row not in failed:
+                        self.in_next[row] = stepped
+        if answer is None:
+            return None
+        if opcode in _MOVES and answer.values:
+            area = NEXT if opcode == Opcode.STEP else ROOT
+            for row, values in answer.values.items():
+                self.latest[row].update({key: value for (where, key), value in values.items() if where == area})
+        raise_faults(answer.faults)
+        return answer.values
+
+    def close(self) -> None:
+        """Ends the engine."""
+        self.closed = True
+        self.engine.close()
+
+
+_MOVES = frozenset({Opcode.RESET, Opcode.STEP, Opcode.STEP_AND_MAYBE_RESET})
