@@ -124,7 +124,7 @@ def _plan_dict(space: spaces.Dict, categorical: bool) -> Plan:
     return Plan(children=children, sources=sources)
 
 
-def _plan_tuple(space: spaces.Tuple, categorical: bool) -> Plan:
+def _plan_tuple(space: Any, categorical: bool) -> Plan:
     plans = [plan_space(child, categorical) for child in space.spaces]
     first = plans[0].leaves()
     alike = {key: (leaf.kind, leaf.dtype, leaf.shape, leaf.sizes) for key, leaf in first.items()}
@@ -402,14 +402,14 @@ class GymnasiumDriver(Driver):
             for leaf in schema.by_area[area].values():
                 if leaf.key not in slots and leaf.dtype != "object":
                     slots[leaf.key] = np.zeros(leaf.shape, leaf.dtype)
-                    (self._given if area not in self._sent else self._sent[area])[leaf.key] = slots[leaf.key]
+                    self._sent.get(area, self._given)[leaf.key] = slots[leaf.key]
         self._messages = bool(self._texts or self._sent[NEXT] or self._sent[ROOT])
         self._read_action = _reader(self._details.action, areas[INPUT], self._details.action_key)
         self._write_next = self._observation_writer(areas[NEXT])
         self._write_root = self._observation_writer(areas[ROOT])
         self._write_reward = self._reward_writer(areas[NEXT][("reward",)])
-        self._next_flags = [memoryview(areas[NEXT][key]) for key in DONE_KEYS]
-        self._root_flags = [memoryview(areas[ROOT][key]) for key in DONE_KEYS]
+        self._next_flags = [memoryview(areas[NEXT][key].data) for key in DONE_KEYS]
+        self._root_flags = [memoryview(areas[ROOT][key].data) for key in DONE_KEYS]
         self._observation_pairs = [
             (areas[ROOT][key], areas[NEXT][key]) for key in self._details.observation.leaves() if key in areas[NEXT]
         ]
@@ -429,7 +429,7 @@ class GymnasiumDriver(Driver):
 
     def _reward_writer(self, array: Array) -> Writer:
         if array.dtype == np.float32 and array.shape == (1,):
-            cell = memoryview(array)
+            cell: Any = memoryview(array.data)
 
             def write_cell(value: Any) -> None:
                 if isinstance(value, np.ndarray):

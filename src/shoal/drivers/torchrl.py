@@ -227,7 +227,7 @@ class TorchRLDriver(Driver):
             value = tensordict.get(name, None)
             if value is None:
                 raise EnvError(
-                    f"row {self._row}: the environment gave no {'.'.join(key)!r} ({leaf.role}), which its specs promise; "
+                    f"row {self._row}: the environment gave no {'.'.join(key)!r} ({leaf.role}), as its specs promise; "
                     f"it gave {sorted(map(str, tensordict.keys(True, True)))}"
                 )
             if buffer is not None:
@@ -254,7 +254,7 @@ class TorchRLDriver(Driver):
 
     def seed(self, seed: int | None, static: bool) -> int | None:
         if self._sent and seed is not None:
-            # Environments that draw from torch's own generator are repeatable too; this process has no other user of it.
+            # Environments that draw from torch's own generator repeat too; nobody else uses it in this process.
             torch.manual_seed(seed)
         following: int | None = self.env.set_seed(seed, static_seed=static)
         return following

@@ -7,14 +7,13 @@ any size, each with the sequence number of the command it belongs to, and descri
 from __future__ import annotations
 
 import array
-import pickle
 import select
 import socket
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import cloudpickle
+from shoal.engine import pickling
 
 _HEADER = struct.Struct("<QQ")
 _DESCRIPTORS = 4
@@ -65,7 +64,7 @@ class Channel:
         Raises:
             OSError: the other side is gone.
         """
-        data = cloudpickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        data = pickling.dumps(value)
         header = _HEADER.pack(len(data), sequence)
         if descriptors:
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
@@ -83,7 +82,7 @@ class Channel:
             EOFError: the other side is gone.
         """
         size, sequence = _HEADER.unpack(self._read(_HEADER.size, patience))
-        return sequence, pickle.loads(self._read(size, patience))
+        return sequence, pickling.loads(self._read(size, patience))
 
     def take_descriptor(self) -> int | None:
         """The next descriptor that came with a value, or None."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
+from shoal.engine import pickling
 
 
 class EnvError(RuntimeError):
@@ -154,14 +154,14 @@ def _trace(exception: BaseException) -> str:
 def _pack(exception: BaseException) -> bytes | None:
     """Pickles an exception in the first way that is seen to come back: as it is, or from its class, args and dict."""
     try:
-        packed = cloudpickle.dumps(("whole", exception))
+        packed = pickling.dumps(("whole", exception))
         if type(_unpack(packed)) is type(exception):
             return packed
     except Exception:
         pass
     try:
         parts = (type(exception), _picklable(exception.args) or (_text(exception),), _plain_dict(exception))
-        packed = cloudpickle.dumps(("parts", parts))
+        packed = pickling.dumps(("parts", parts))
         if _text(_unpack(packed)) == _text(exception):
             return packed
     except Exception:
@@ -170,7 +170,7 @@ def _pack(exception: BaseException) -> bytes | None:
 
 
 def _unpack(packed: bytes) -> BaseException:
-    kind, value = cloudpickle.loads(packed)
+    kind, value = pickling.loads(packed)
     if kind == "whole":
         exception: BaseException = value
         return exception
@@ -183,7 +183,7 @@ def _unpack(packed: bytes) -> BaseException:
 
 def _picklable(value: Any) -> Any:
     try:
-        cloudpickle.loads(cloudpickle.dumps(value))
+        pickling.loads(pickling.dumps(value))
     except Exception:
         return None
     return value

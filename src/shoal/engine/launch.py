@@ -105,9 +105,7 @@ class TemplateLauncher(Launcher):
             theirs.close()
         channel = Channel(ours)
         packed = [builder.pack() for builder in builders]
-        channel.send(
-            {**particulars, "builders": packed, "path": sys.path, "argv": sys.argv}, patience=self._patience
-        )
+        channel.send({**particulars, "builders": packed, "path": sys.path, "argv": sys.argv}, patience=self._patience)
         return channel
 
     def look(self, seconds: float = 0.0) -> None:
@@ -204,14 +202,17 @@ class ForkLauncher(Launcher):
         self.wait_ended(list(self.pids), 1.0)
 
 
-def _run_fork(
-    sock: socket.socket, particulars: dict[str, Any], builders: Sequence[Builder], block: Block
-) -> int:
+def _run_fork(sock: socket.socket, particulars: dict[str, Any], builders: Sequence[Builder], block: Block) -> int:
     def make_control() -> Control:
         return Control(block.buffer, particulars["n_workers"], particulars["n_rows"])
 
     return worker_main(
-        particulars["index"], particulars["rows"], list(builders), sock, make_control, particulars["num_threads"]  # type: ignore[arg-type]
+        particulars["index"],
+        particulars["rows"],
+        builders,
+        sock,
+        make_control,
+        particulars["num_threads"],
     )
 
 
@@ -235,7 +236,7 @@ class PortableLauncher(Launcher):
             target=_portable_main, args=(*arguments, self._signals, os.getpid()), name="shoal-worker"
         )
         main = sys.modules["__main__"]
-        hidden = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
+        hidden: Any = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
         main.__spec__ = None
         try:
             process.start()  # with no sign of where __main__ came from, so that the child does not run it again
@@ -255,7 +256,7 @@ class PortableLauncher(Launcher):
         if not alive:
             return
         for sentinel in multiprocessing.connection.wait(list(alive), seconds):
-            index = alive[sentinel]  # type: ignore[index]
+            index = alive[sentinel]
             self._processes[index].join()
             self.exitcodes[index] = self._processes[index].exitcode
 

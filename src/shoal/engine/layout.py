@@ -44,7 +44,8 @@ class Slot:
     def array(self, buffer: Any) -> Array:
         """The array over the block's memory; writing to it writes to the block."""
         dtype = storage_dtype(self.dtype)
-        return np.ndarray(self.shape, dtype=dtype, buffer=buffer, offset=self.offset)
+        array: Array = np.ndarray(self.shape, dtype=dtype, buffer=buffer, offset=self.offset)
+        return array
 
 
 @dataclass

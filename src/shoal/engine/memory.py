@@ -7,6 +7,7 @@ whatever way, the memory is gone. Windows, where descriptors do not travel, uses
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import sys
@@ -16,6 +17,9 @@ from typing import Any
 
 DESCRIPTORS = sys.platform != "win32"
 """Whether blocks are handed over by file descriptor on this system."""
+
+
+_numbers = itertools.count()
 
 
 class Block:
@@ -53,7 +57,8 @@ class NamedBlock:
 
     def __init__(self, size: int, *, name: str | None = None) -> None:
         self._owner = name is None
-        self._memory = shared_memory.SharedMemory(name=name, create=name is None, size=size)
+        name = name or f"shoal-{os.getpid()}-{next(_numbers)}"
+        self._memory = shared_memory.SharedMemory(name=name, create=self._owner, size=size)
         self.size = size
         self.buffer: Any = self._memory.buf
 
@@ -66,8 +71,14 @@ class NamedBlock:
         if self._owner:
             self._owner = False
             self._memory.unlink()
-        # The arrays over the mapping outlive it in the hands of callers: let the mapping go with them.
-        self._memory.close = lambda: None  # type: ignore[method-assign]
+        memory: Any = self._memory
+        self.buffer = None
+        try:
+            memory.close()
+        except BufferError:
+            # Arrays over the mapping are still in somebody's hands: it goes with the last of them.
+            memory._buf = memory._mmap = None
+            memory.close()
 
 
 def create_block(size: int, *, memmap: bool = False, named: bool = not DESCRIPTORS) -> Block | NamedBlock:
@@ -86,6 +97,6 @@ def open_block(handle: tuple[str, int], descriptor: int | None) -> Block | Named
 def _anonymous_file(memmap: bool) -> int:
     if not memmap and hasattr(os, "memfd_create"):
         return os.memfd_create("shoal", os.MFD_CLOEXEC)
-    descriptor, path = tempfile.mkstemp(prefix="shoal-")
+    descriptor, path = tempfile.mkstemp(prefix=f"shoal-{os.getpid()}-")
     os.unlink(path)
     return descriptor

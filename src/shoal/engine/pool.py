@@ -93,6 +93,7 @@ class Pool:
         self._channels: list[Channel] = []
         self._launcher: Launcher | None = None
         self._data: Any = None
+        self._attached = False
         self.closed = False
         self.descriptions: list[Description] = []
         self.arrays: dict[str, dict[Key, Array]] = {}
@@ -163,6 +164,7 @@ class Pool:
             self._channels[worker].send(attachment, 0, descriptors, patience)
         for worker in self._all:
             self._receive(worker, Opcode.ATTACH, deadline, DEFAULT_TIMEOUT)
+        self._attached = True
 
     def execute(
         self,
@@ -185,7 +187,10 @@ class Pool:
         Raises:
             WorkerDied: a worker process ended; the pool is closed then.
             WorkerTimeout: an answer was late; the pool is closed then.
+            RuntimeError: the pool is closed.
         """
+        if self.closed:
+            raise RuntimeError("the pool is closed")
         if self._pending is not None:
             self._drain()
         self._sequence = sequence = self._sequence + 1
@@ -314,7 +319,7 @@ class Pool:
                 launcher.kill(worker, signal.SIGKILL)
             self.close(_LAST_GRACE)
             error = WorkerTimeout(
-                f"rows {_listed(rows)} (processes {_listed(pids)}) did not finish {opcode.command!r} within "
+                f"{_rows_in_words(rows)} (pid {_listed(pids)}) did not finish {opcode.command!r} within "
                 f"{limit:g} s; raise step_timeout, or the environment variable BATCHED_PIPE_TIMEOUT, if they need "
                 "longer. The environment is closed; its next use starts it afresh",
                 rows,
@@ -330,7 +335,7 @@ class Pool:
         rows = list(self._groups[worker])
         self.close(_LAST_GRACE)
         error = WorkerDied(
-            f"the worker process of rows {_listed(rows)} (pid {pid}) {_end_in_words(code)} during "
+            f"the worker process of {_rows_in_words(rows)} (pid {pid}) {_end_in_words(code)} during "
             f"{opcode.command!r}. The environment is closed; its next use starts it afresh",
             rows,
             pid,
@@ -355,9 +360,14 @@ class Pool:
             launcher.close()
         for channel in self._channels:
             channel.close()
+        # The memory goes when the last array over it does; ours go first.
+        self.arrays, self.row_arrays = {}, []
+        self._launcher = None
+        del self._control, self._signals, self._ring, self._waiter
         self._block.close()
         if self._data is not None:
             self._data.close()
+        del self._block, self._data
 
     def __del__(self) -> None:
         if not getattr(self, "closed", True):
@@ -367,7 +377,7 @@ class Pool:
         self._sequence += 1
         started = len(self._channels)
         for worker in range(started):
-            if self._data is None:
+            if not self._attached:
                 # Not attached yet: the worker reads its channel, after it has built its rows.
                 try:
                     self._channels[worker].send(None, patience=_give_up)
@@ -421,6 +431,10 @@ def _listed(values: Sequence[Any]) -> str:
     return ", ".join(map(str, values))
 
 
+def _rows_in_words(rows: Sequence[int]) -> str:
+    return f"row {rows[0]}" if len(rows) == 1 else f"rows {_listed(rows)}"
+
+
 def _end_in_words(code: int | None) -> str:
     if code is None:
         return "ended"
@@ -430,5 +444,3 @@ def _end_in_words(code: int | None) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"was killed by signal {-code}"
-
-

@@ -1,8 +1,8 @@
 """The only words that the parent and its workers exchange.
 
 A command is one 64-bit word in the worker's command line: a sequence number, an opcode and flags. An answer is one word
-in the worker's answer line: the sequence number that it answers, and flags. What does not fit in a word (arguments, leaves
-of no fixed shape, exceptions) follows over the worker's channel, and the flags say that it does.
+in the worker's answer line: the sequence number that it answers, and flags. What does not fit in a word (arguments,
+leaves of no fixed shape, exceptions) follows over the worker's channel, and the flags say that it does.
 
 A new command is one opcode here and one branch in `shoal.engine.rows.RowGroup`.
 """

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import cloudpickle
-
 from shoal.drivers import driver_for
 from shoal.drivers.base import Description, Driver
+from shoal.engine import pickling
 from shoal.engine.errors import EnvError, Fault
 from shoal.engine.layout import Layout
 from shoal.engine.protocol import Answer, Opcode
 from shoal.engine.schema import Schema
 
-_TOUCHES_STATE = frozenset({Opcode.RESET, Opcode.STEP, Opcode.STEP_AND_MAYBE_RESET, Opcode.SEED, Opcode.LOAD_STATE_DICT})
+_STEPS = frozenset({Opcode.STEP, Opcode.STEP_AND_MAYBE_RESET})
+_MOVES = _STEPS | {Opcode.RESET, Opcode.SEED, Opcode.LOAD_STATE_DICT}
 
 
 class Builder(NamedTuple):
@@ -25,7 +25,7 @@ class Builder(NamedTuple):
 
     def pack(self) -> bytes:
         """The builder in a form that crosses a process."""
-        return cloudpickle.dumps(tuple(self))
+        return pickling.dumps(tuple(self))
 
 
 class RowGroup:
@@ -51,7 +51,7 @@ class RowGroup:
         answer = Answer()
         for row, builder in zip(self.rows, builders, strict=True):
             try:
-                factory, kwargs = cloudpickle.loads(builder) if isinstance(builder, bytes) else builder
+                factory, kwargs = pickling.loads(builder) if isinstance(builder, bytes) else builder
                 driver = driver_for(factory(**kwargs), row)
                 description: Description = driver.describe()
             except self._catch as error:
@@ -112,7 +112,7 @@ class RowGroup:
         return answer
 
     def _fault(self, row: int, opcode: Opcode, error: BaseException) -> Fault:
-        if opcode in _TOUCHES_STATE:
+        if opcode in _MOVES:
             self._broken.setdefault(row, opcode.command)
         return Fault.capture(row, opcode.command, error, remote=self._remote)
 
@@ -163,5 +163,4 @@ _COMMANDS: dict[int, Callable[[Driver, Any], Any]] = {
     Opcode.CALL: _call,
 }
 
-_STEPS = frozenset({Opcode.STEP, Opcode.STEP_AND_MAYBE_RESET})
 _ANSWERING = frozenset({Opcode.SEED, Opcode.STATE_DICT, Opcode.GET_ATTR, Opcode.HAS_ATTR, Opcode.CALL})

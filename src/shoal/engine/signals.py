@@ -88,9 +88,9 @@ def _wrap(address: int) -> Semaphore:
     try:
         if "glibc" not in os.confstr("CS_GNU_LIBC_VERSION"):  # type: ignore[operator]
             return _UnnamedSemaphore(address)
-        import _multiprocessing
+        import _multiprocessing  # type: ignore[import-not-found]
 
-        semaphore: Any = _multiprocessing.SemLock._rebuild(address, _COUNTING, _MAX_COUNT, None)  # type: ignore[attr-defined,call-arg,arg-type]
+        semaphore: Any = _multiprocessing.SemLock._rebuild(address, _COUNTING, _MAX_COUNT, None)
         return semaphore  # type: ignore[no-any-return]
     except (ImportError, AttributeError, TypeError, ValueError, OSError):
         return _UnnamedSemaphore(address)
@@ -126,12 +126,14 @@ class Signals:
     doorbells: list[Semaphore]
     countdown: Semaphore
     done: Semaphore
+    memory: Any = None
+    """What the semaphores lie in: it lives as long as they do."""
 
     @classmethod
     def in_block(cls, buffer: Any, offset: int, n_workers: int, *, fresh: bool) -> Signals:
         """The signals inside a shared control block."""
         semaphores = shared_semaphores(buffer, offset, n_workers + 2, fresh=fresh)
-        return cls(semaphores[2:], semaphores[0], semaphores[1])
+        return cls(semaphores[2:], semaphores[0], semaphores[1], buffer)
 
     @staticmethod
     def bytes_for(n_workers: int) -> int:

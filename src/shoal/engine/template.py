@@ -19,6 +19,7 @@ import sys
 import threading
 from typing import Any
 
+from shoal.engine import pickling
 from shoal.engine.channel import Channel
 from shoal.engine.memory import open_block
 from shoal.engine.protocol import Control
@@ -104,7 +105,8 @@ class Template:
             _, setup = self._channel.receive()
             self._prepare(setup)
             while os.getppid() == self._parent:
-                ready, _, _ = select.select([self._channel.sock, wake_read], [], [], _LOOK_SECONDS)
+                watched: list[Any] = [self._channel.sock, wake_read]
+                ready, _, _ = select.select(watched, [], [], _LOOK_SECONDS)
                 if wake_read in ready:
                     os.read(wake_read, 4096)
                 self._reap()
@@ -126,11 +128,9 @@ class Template:
         self._fork = setup["fork"]
         if not self._fork:
             return
-        import cloudpickle
-
         for blob in setup["warm"]:
             try:
-                cloudpickle.loads(blob)
+                pickling.loads(blob)
             except Exception:
                 # The worker meets the same error when it builds the row, and reports it with the row's number.
                 continue
@@ -223,6 +223,6 @@ def _end_own_children() -> None:
     util = sys.modules.get("multiprocessing.util")
     if util is not None:
         try:
-            util._exit_function()  # type: ignore[attr-defined]
+            util._exit_function()
         except Exception:
             pass

@@ -32,7 +32,7 @@ Factory = Callable[..., Any]
 _UNTIL_USED = ("_session", "_results")
 
 
-class BatchedEnv(RemoteAttributes, EnvBase):
+class BatchedEnv(RemoteAttributes, EnvBase):  # type: ignore[misc]
     """What `SerialEnv` and `ParallelEnv` have in common; not to be used itself.
 
     Args:
@@ -98,11 +98,11 @@ class BatchedEnv(RemoteAttributes, EnvBase):
             if value:
                 raise ValueError(f"{name}=True is not supported any more; leave it out")
         if shared_memory and memmap:
-            raise RuntimeError(
-                "shared_memory and memmap exclude each other: pass shared_memory=False with memmap=True"
-            )
+            raise RuntimeError("shared_memory and memmap exclude each other: pass shared_memory=False with memmap=True")
         if mp_start_method is not None and not self._parallel:
-            raise TypeError(f"{type(self).__name__} starts no processes: mp_start_method={mp_start_method!r} has no use")
+            raise TypeError(
+                f"{type(self).__name__} starts no processes: mp_start_method={mp_start_method!r} has no use"
+            )
         self.num_workers = num_workers
         self.create_env_fn, self._single_task = _factories(create_env_fn, num_workers)
         self.create_env_kwargs = _kwargs_of_rows(create_env_kwargs, num_workers)
@@ -135,7 +135,7 @@ class BatchedEnv(RemoteAttributes, EnvBase):
         raise NotImplementedError
 
     def _open(self) -> Session:
-        """Brings up the sub-environments, and with them the specs. The environment does not count as started by that."""
+        """Brings up the sub-environments, and with them the specs; that does not count as a start."""
         builders = [
             Builder(factory, kwargs) for factory, kwargs in zip(self.create_env_fn, self.create_env_kwargs, strict=True)
         ]
@@ -153,7 +153,8 @@ class BatchedEnv(RemoteAttributes, EnvBase):
         rows = session.rows
         if self._use_buffers and any(not leaf.fixed for row in rows for leaf in row.schema.leaves):
             warnings.warn(
-                "use_buffers=True was passed, but some leaves have no fixed shape; those travel by message", stacklevel=4
+                "use_buffers=True was passed, but some leaves have no fixed shape; those travel by message",
+                stacklevel=4,
             )
         alike = self._single_task or all(row.schema == rows[0].schema for row in rows)
         if self._single_task:
@@ -197,12 +198,13 @@ class BatchedEnv(RemoteAttributes, EnvBase):
         nodes = node_sizes(*(self.output_spec[name] for name in self.output_spec.keys()))
         results = Results(session, rows, self.batch_size, self.device, nodes, lazy=self._lazy_results)
         schema = session.rows[rows[0]].schema
-        not_root = {"next", "_step", *(key[0] for key in (*self._keys(self.reset_keys), *self._keys(self.done_keys)) if len(key) == 1)}
-        not_root |= {
+        single = [key[0] for key in self._keys([*self.reset_keys, *self.done_keys]) if len(key) == 1]
+        rewards = [
             key[0]
             for key, leaf in schema.by_area[NEXT].items()
             if leaf.role == REWARD and len(key) == 1 and key not in schema.by_area[ROOT]
-        }
+        ]
+        not_root = {"next", "_step", *single, *rewards}
         self.__dict__["_not_root"] = frozenset(not_root)
         self.__dict__["_results"] = results
 
@@ -217,7 +219,7 @@ class BatchedEnv(RemoteAttributes, EnvBase):
         session: Session = self.__dict__["_session"]
         if getattr(session.engine, "closed", False):
             self.is_closed = True
-            self.__dict__["_session"] = None
+            self.__dict__["_session"] = self.__dict__["_results"] = None
             return self._started()
         return session
 
@@ -250,7 +252,7 @@ class BatchedEnv(RemoteAttributes, EnvBase):
         if session is None and raise_if_closed and self.is_closed:
             raise RuntimeError("the environment is closed already")
         self.is_closed = True
-        self.__dict__["_session"] = None
+        self.__dict__["_session"] = self.__dict__["_results"] = None
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
             self._threads_before = None
@@ -267,7 +269,7 @@ class BatchedEnv(RemoteAttributes, EnvBase):
         """Forgets sub-environments that were built before their configuration changed."""
         session: Session | None = self.__dict__.get("_session")
         if session is not None:
-            self.__dict__["_session"] = None
+            self.__dict__["_session"] = self.__dict__["_results"] = None
             session.close()
 
     def update_kwargs(self, kwargs: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
@@ -326,7 +328,7 @@ class BatchedEnv(RemoteAttributes, EnvBase):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        state.update({name: None for name in _UNTIL_USED})
+        state.update(dict.fromkeys(_UNTIL_USED))
         state.update(is_closed=True, _threads_before=None, _collector=None)
         return state
 
@@ -396,7 +398,7 @@ class BatchedEnv(RemoteAttributes, EnvBase):
             return None
         given = {}
         session, rows = self.__dict__["_session"], self.__dict__["_results"]._rows
-        masks = {key: None for key in self._keys(self.reset_keys)}
+        masks = dict.fromkeys(self._keys(self.reset_keys))
         for place in places:
             schema = session.rows[rows[place]].schema
             leaves = None
@@ -454,14 +456,22 @@ class BatchedEnv(RemoteAttributes, EnvBase):
             tensordict: of the batch's size, with the actions; a mask under ``"_step"`` picks the rows that move.
 
         Returns:
-            The input with ``"next"`` set (rows that are done keep their terminal observation there), and the root for the
-            following step (rows that are done hold the first observation of their new episode).
+            The input with ``"next"`` set (rows that are done keep their terminal observation there), and the root for
+            the following step (rows that are done hold the first observation of their new episode).
 
         Raises:
             RuntimeError: an action is missing or has the wrong shape.
         """
         self._assert_tensordict_shape(tensordict)
         session, results = self._started(), self.__dict__["_results"]
+        if results.fast and results.write_plain_input(tensordict):
+            session.run(Opcode.STEP_AND_MAYBE_RESET)
+            following, fresh = results.read_plain(NEXT), results.read_plain(ROOT)
+            source, dropped = tensordict._tensordict, self.__dict__["_not_root"]
+            root = {name: value for name, value in source.items() if name not in dropped}
+            root.update(fresh)
+            source["next"] = results.plain(following)
+            return tensordict, results.plain(root)
         places = self._places_to_step(tensordict)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self._parallel):
             given = results.write_input(tensordict, places)
@@ -513,18 +523,20 @@ class BatchedEnv(RemoteAttributes, EnvBase):
             following = values[row]
         return following
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> OrderedDict[str, Any]:  # type: ignore[override]
+    def state_dict(self, *args: Any, **kwargs: Any) -> OrderedDict[str, Any]:
         """The sub-environments' states: ``{"worker0": ..., "worker1": ..., ...}``, without locks in them."""
         session, rows = self._started(), self.__dict__["_results"]._rows
         values = session.run(Opcode.STATE_DICT, rows)
         assert values is not None
         return OrderedDict((f"worker{place}", values[row]) for place, row in enumerate(rows))
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
         """Takes what `state_dict` gave, or one sub-environment's state for all of them."""
         session, rows = self._started(), self.__dict__["_results"]._rows
         states = [state_dict[f"worker{place}"] if "worker0" in state_dict else state_dict for place in range(len(rows))]
-        session.run(Opcode.LOAD_STATE_DICT, rows, {row: (state, kwargs) for row, state in zip(rows, states, strict=True)})
+        session.run(
+            Opcode.LOAD_STATE_DICT, rows, {row: (state, kwargs) for row, state in zip(rows, states, strict=True)}
+        )
 
     def to(self, device: DEVICE_TYPING) -> BatchedEnv:
         """Moves the results; the sub-environments stay where they are."""
@@ -537,9 +549,9 @@ class BatchedEnv(RemoteAttributes, EnvBase):
             self.__dict__[name] = self.__dict__[name].to(device)
         self.empty_cache()
         self.set_spec_lock_()
-        session = self.__dict__["_session"]
+        session, results = self.__dict__["_session"], self.__dict__["_results"]
         if session is not None:
-            self._make_results(session, self.__dict__["_results"]._rows)
+            self._make_results(session, results._rows)
         return self
 
     def add_truncated_keys(self) -> EnvBase:
@@ -564,7 +576,9 @@ class BatchedEnv(RemoteAttributes, EnvBase):
     @property
     def _has_dynamic_specs(self) -> bool:
         results: Results | None = self.__dict__["_results"]
-        return results is None or not results.dense
+        if results is not None:
+            self.__dict__["_dynamic"] = not results.dense
+        return bool(self.__dict__["_dynamic"])
 
     @property
     def non_blocking(self) -> bool:

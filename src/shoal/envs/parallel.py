@@ -35,9 +35,9 @@ class ParallelEnv(BatchedEnv, metaclass=_SerialForSingle):
     Keyword Args:
         processes: how many worker processes carry the N rows, as evenly as can be; by default one process a row. For
             cheap environments few processes with many rows each are much faster.
-        mp_start_method: ``"forkserver"`` (default on Linux: workers fork from a template process that has imported what
-            the factories need), ``"spawn"`` (fresh interpreters) or ``"fork"`` (forks of this process). The process-wide
-            start method is never touched.
+        mp_start_method: ``"forkserver"`` (default on Linux: workers fork from a template process that has imported
+            what the factories need), ``"spawn"`` (fresh interpreters) or ``"fork"`` (forks of this process). The start
+            method of the whole process is never touched.
         shutdown_timeout: seconds that workers have to close on their own before they are killed.
         step_timeout: seconds that one command may take; by default the environment variable ``BATCHED_PIPE_TIMEOUT``,
             else 10,000. Being idle is never a timeout.
@@ -79,8 +79,8 @@ class ParallelEnv(BatchedEnv, metaclass=_SerialForSingle):
     def make_parallel(cls, *args: Any, num_envs: int = 1, **kwargs: Any) -> BatchedEnv:
         """Builds an environment as ``make_parallel(create_env_fn, num_envs=4, ...)`` or as the constructor does."""
         if args and isinstance(args[0], int):
-            return cls(*args, **kwargs)  # type: ignore[no-any-return]
-        return cls(num_envs, *args, **kwargs)  # type: ignore[no-any-return]
+            return cls(*args, **kwargs)
+        return cls(num_envs, *args, **kwargs)
 
 
 reference.ParallelEnv.register(ParallelEnv)

@@ -14,7 +14,7 @@ class RemoteAttributes:
     """Mixin: what a batched environment does with names it does not have itself."""
 
     def _forward(self, opcode: Opcode, given: list[Any]) -> list[Any]:
-        session, rows = self._started(), self.__dict__["_results"]._rows  # type: ignore[attr-defined]
+        session, rows = self._started(), self.__dict__["_results"]._rows
         values = session.run(opcode, rows, dict(zip(rows, given, strict=True))) or {}
         return [values.get(row) for row in rows]
 
@@ -24,7 +24,7 @@ class RemoteAttributes:
         Raises:
             AttributeError: a sub-environment has no such attribute.
         """
-        return self._forward(Opcode.GET_ATTR, [tuple(name.split("."))] * self.num_workers)  # type: ignore[attr-defined]
+        return self._forward(Opcode.GET_ATTR, [tuple(name.split("."))] * self.num_workers)
 
     def set_attr(self, name: str, values: Any) -> None:
         """Sets an attribute in each sub-environment, where it is defined, through wrappers.
@@ -37,7 +37,7 @@ class RemoteAttributes:
             AttributeError: a sub-environment has no such attribute.
             ValueError: a list or tuple of another length than N.
         """
-        count = self.num_workers  # type: ignore[attr-defined]
+        count = self.num_workers
         if not isinstance(values, (list, tuple)):
             values = [values] * count
         if len(values) != count:
@@ -46,7 +46,7 @@ class RemoteAttributes:
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a method of each sub-environment and gives the N results."""
-        return self._forward(Opcode.CALL, [(tuple(name.split(".")), args, kwargs)] * self.num_workers)  # type: ignore[attr-defined]
+        return self._forward(Opcode.CALL, [(tuple(name.split(".")), args, kwargs)] * self.num_workers)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -107,7 +107,8 @@ class RemoteValues(Sequence[Any]):
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
         args = tuple(arg for arg in args if arg is not self._env)
-        return self._env.call(".".join(self._path), *args, **kwargs)  # type: ignore[no-any-return]
+        results: list[Any] = self._env.call(".".join(self._path), *args, **kwargs)
+        return results
 
     def __getattr__(self, name: str) -> RemoteValues:
         if name.startswith("_"):

@@ -25,8 +25,8 @@ class Results:
     """Reads input from TensorDicts and makes TensorDicts of results, for some rows of a session.
 
     Two roads lead to a result. Where all rows have the same leaves, all of fixed shape, each leaf of the batch is one
-    copy of one array (or one stack of the rows' tensors). Elsewhere (dynamic shapes, Python objects, rows that differ) each
-    row's TensorDict is made on its own, and they are stacked as torchrl's ``maybe_dense_stack`` does.
+    copy of one array (or one stack of the rows' tensors). Elsewhere (dynamic shapes, Python objects, rows that differ)
+    each row's TensorDict is made on its own, and they are stacked as torchrl's ``maybe_dense_stack`` does.
 
     Args:
         session: the rows' session.
@@ -71,9 +71,10 @@ class Results:
         self._all_buffered = all(buffer is not None for leaves in self._leaves.values() for _, _, buffer, _ in leaves)
         flat = all(len(key) == 1 for leaves in self._leaves.values() for key, *_ in leaves)
         self.fast = self.dense and self._all_buffered and flat and self._whole and not self._moves
-        self.fast_inputs = [(name, buffer) for _, name, buffer, _ in self._leaves[INPUT]]
-        self.fast_next = [(name, buffer) for _, name, buffer, _ in self._leaves[NEXT]]
-        self.fast_root = [(name, buffer) for _, name, buffer, _ in self._leaves[ROOT]]
+        self._plain = {
+            area: [(name, buffer) for _, name, buffer, _ in leaves if buffer is not None]
+            for area, leaves in self._leaves.items()
+        }
         self._row_buffers: dict[tuple[int, str, Key], torch.Tensor] = {}
 
     def _batch_buffer(self, area: str, key: Key, leaf: Leaf) -> torch.Tensor | None:
@@ -88,6 +89,41 @@ class Results:
                 return None
             buffer = self._row_buffers[row, area, key] = as_tensor(array, leaf.dtype)
         return buffer
+
+    # The short way, for plain TensorDicts of flat keys that all lie in buffers.
+
+    def write_plain_input(self, tensordict: TensorDictBase) -> bool:
+        """Takes the input of a step by the short way. False, with nothing done, where the long way is needed: masks,
+        leaves set in next, a leaf that is missing, misshapen or must be converted."""
+        if type(tensordict) is not TensorDict or tensordict.is_locked:
+            return False
+        source = tensordict._tensordict
+        if "next" in source or "_step" in source:
+            return False
+        inputs = self._plain[INPUT]
+        for name, buffer in inputs:
+            value = source.get(name)
+            if (
+                type(value) is not torch.Tensor
+                or value.shape != buffer.shape
+                or value.dtype is not buffer.dtype
+                or value.requires_grad
+            ):
+                return False
+        for name, buffer in inputs:
+            buffer.copy_(source[name])
+        return True
+
+    def read_plain(self, area: str) -> dict[str, torch.Tensor]:
+        """An area's leaves, in memory of their own."""
+        return {name: buffer.clone() for name, buffer in self._plain[area]}  # type: ignore[misc]
+
+    def plain(self, source: dict[str, Any]) -> TensorDictBase:
+        """A TensorDict of the batch over these leaves, unchecked."""
+        result: TensorDictBase = TensorDict._new_unsafe(
+            source=source, batch_size=self._batch_size, device=self._device, nested=False
+        )
+        return result
 
     # What a step reads.
 
@@ -112,7 +148,8 @@ class Results:
                 if value is None:
                     continue
                 if buffer is None:
-                    for place, part in zip(places, value.unbind(0) if positions is None else value[places].unbind(0)):
+                    chosen = value if positions is None else value[places]
+                    for place, part in zip(places, chosen.unbind(0), strict=True):
                         given.setdefault(self._rows[place], StepInput()).leaves[key] = part
                 elif self._whole and positions is None:
                     buffer.copy_(value.detach())
@@ -126,7 +163,7 @@ class Results:
         self._carry(tensordict, places, given)
         return given or None
 
-    def _input(self, value: Any, key: Key, leaf: Leaf) -> torch.Tensor | None:
+    def _input(self, value: Any, key: Key, leaf: Leaf) -> Any:
         expected = (*self._batch_size[:1], *leaf.shape)
         if value is None:
             if leaf.role == ACTION:
@@ -207,8 +244,10 @@ class Results:
             rest: for the rows that took no part: TensorDict whose values stand in, zeros where it has none.
         """
         if self.dense:
-            source = {key: self._dense_leaf(area, key, buffer, leaf, values, positions, rest)
-                      for key, _, buffer, leaf in self._leaves[area]}
+            source = {
+                key: self._dense_leaf(area, key, buffer, leaf, values, positions, rest)
+                for key, _, buffer, leaf in self._leaves[area]
+            }
             return self.build(source)
         parts = rest.unbind(0) if rest is not None else [None] * len(self._rows)
         took_part = set(range(len(self._rows)) if positions is None else positions)
@@ -288,37 +327,38 @@ class Results:
 
     def _stack(self, parts: Iterable[TensorDictBase]) -> TensorDictBase:
         rows = list(parts)
-        stacked = (
-            LazyStackedTensorDict.lazy_stack(rows, 0) if self._lazy else LazyStackedTensorDict.maybe_dense_stack(rows, 0)
-        )
+        stack = LazyStackedTensorDict.lazy_stack if self._lazy else LazyStackedTensorDict.maybe_dense_stack
+        stacked: TensorDictBase = stack(rows, 0)
         if self._device is not None:
             return stacked.to(self._device)
         return stacked
 
     def latest(self, rest: TensorDictBase | None, positions: Sequence[int]) -> TensorDictBase:
-        """The root values of all rows: of those that were just reset (``positions``) what they were reset to, of the others
-        the caller's where it has them, else their own latest."""
+        """The root values of all rows: of those that were just reset (``positions``) what they were reset to, of the
+        others the caller's where it has them, else their own latest."""
         reset = set(positions)
         others = [place for place in range(len(self._rows)) if place not in reset]
         if self.dense:
             source: dict[Key, torch.Tensor] = {}
             for key, name, _, _ in self._leaves[ROOT]:
-                value = self._dense_latest(key)
+                own = self._dense_latest(key)
                 given = None if rest is None else rest.get(name, None)
-                if given is not None and others and given.shape == value.shape:
+                if given is not None and others and given.shape == own.shape:
                     mask = torch.ones(len(self._rows), dtype=torch.bool)
                     mask[others] = False
-                    mask = mask.reshape(-1, *[1] * (value.ndim - 1)).to(value.device)
-                    value = torch.where(mask, value, given.to(value.device))
-                source[key] = value
+                    mask = mask.reshape(-1, *[1] * (own.ndim - 1)).to(own.device)
+                    own = torch.where(mask, own, given.to(own.device))
+                source[key] = own
             return self.build(source)
         parts = rest.unbind(0) if rest is not None else [None] * len(self._rows)
         rows = []
         for place, row in enumerate(self._rows):
             source_row: dict[Key, Any] = {}
+            value: Any
+            given_row: Any = None if place in reset else parts[place]
             area = NEXT if self._session.in_next[row] else ROOT
             for key, leaf in self._session.schemas[row].by_area[ROOT].items():
-                value = parts[place].get(td_key(key), None) if parts[place] is not None and place not in reset else None
+                value = None if given_row is None else given_row.get(td_key(key), None)
                 if value is None:
                     buffer = self._row_buffer(row, area, key, leaf)
                     value = buffer.clone() if buffer is not None else self._session.latest[row].get(key)

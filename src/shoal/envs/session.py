@@ -40,6 +40,7 @@ class Session:
         engine.attach(self.schemas)
         self.alike = all(schema == self.schemas[0] for schema in self.schemas)
         self.in_next = [False] * len(self.rows)
+        self._all_in_next: bool | None = False
         self.latest: list[dict[Key, Any]] = [{} for _ in self.rows]
         self.closed = False
 
@@ -52,12 +53,15 @@ class Session:
             Exception: what a sub-environment raised; the other rows' results are kept.
         """
         answer: Answer | None = self.engine.execute(opcode, rows, given)
-        failed = {fault.row for fault in answer.faults} if answer is not None else set()
+        failed = {fault.row for fault in answer.faults} if answer is not None else ()
         if opcode in _MOVES:
             stepped = opcode == Opcode.STEP
             if rows is None and not failed:
-                self.in_next[:] = [stepped] * len(self.in_next)
+                if self._all_in_next is not stepped:
+                    self.in_next[:] = [stepped] * len(self.in_next)
+                    self._all_in_next = stepped
             else:
+                self._all_in_next = None
                 for row in range(len(self.rows)) if rows is None else rows:
                     if row not in failed:
                         self.in_next[row] = stepped

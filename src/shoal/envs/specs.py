@@ -134,9 +134,10 @@ def batch_specs(rows: Sequence[RowSpecs], *, alike: bool) -> tuple[Composite, Co
         rows: the sub-environments.
         alike: whether the first one speaks for all.
     """
-    if alike:
-        specs = rows[0].specs
-        return tuple(
-            specs[name].expand(len(rows), *specs[name].shape) for name in ("input_spec", "output_spec")
-        )  # type: ignore[return-value]
-    return tuple(torch.stack([row.specs[name] for row in rows], 0) for name in ("input_spec", "output_spec"))  # type: ignore[return-value]
+    inputs, outputs = (
+        rows[0].specs[name].expand(len(rows), *rows[0].specs[name].shape)
+        if alike
+        else torch.stack([row.specs[name] for row in rows], 0)
+        for name in ("input_spec", "output_spec")
+    )
+    return inputs, outputs

@@ -1,0 +1,47 @@
+# Two commands do everything: `make demo` and `make test`. Both set up .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint types bench clean
+
+demo: $(VENV)/.demo
+	$(BIN)/python examples/ppo_cartpole.py
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy src
+
+bench: $(VENV)/.bench
+	$(BIN)/python benchmarks/compare.py
+
+$(VENV)/.base: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.base
+	$(PIP) -e '.[demo]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	$(PIP) -e '.[test]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(PIP) -e '.[dev]'
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.base
+	$(PIP) -e '.[benchmarks]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis
