@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import tempfile
 import time
@@ -109,7 +110,7 @@ class Trouble(Counter):
         if when != self.when or not self.what:
             return
         self.seen += 1
-        if self.seen < self.at and when != "build":
+        if self.seen != self.at and when != "build":
             return
         ACTS[self.what]()
 
@@ -126,6 +127,68 @@ class Trouble(Counter):
 
     def close(self) -> None:
         self.trouble("close")
+
+
+class Named(Counter):
+    """Has attributes and methods to look at."""
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__()
+        self.index = index
+        self.inner = Inner(index)
+
+    def add(self, value: int, *, times: int = 1) -> int:
+        return self.index + times * value
+
+    def fail(self) -> None:
+        raise KeyError("inside")
+
+
+class Inner:
+    """What an attribute may lead to."""
+
+    def __init__(self, index: int) -> None:
+        self.value = 10 * index
+
+    def square(self) -> int:
+        return self.value**2
+
+
+class ThreadsEnv(Counter):
+    """Knows how many threads the numeric libraries were told to use before it was built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.variable = os.environ["OMP_NUM_THREADS"]
+
+
+class WithChild(Counter):
+    """Starts a child process when it is built, and ends it when it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        self.child = context.Process(target=_answer, args=(theirs,), daemon=True)
+        self.child.start()
+        self.answer = ours.recv()
+
+    def close(self) -> None:
+        self.child.terminate()
+        self.child.join()
+
+
+def _answer(pipe: Any) -> None:
+    pipe.send(42)
+    pipe.recv()
+
+
+class SlowMethod(Counter):
+    """Has a method that takes its time."""
+
+    def slow(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return "late"
 
 
 class TwoArguments(Exception):

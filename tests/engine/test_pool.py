@@ -18,7 +18,7 @@ from shoal.engine.pool import Pool, PoolOptions, split_rows
 from shoal.engine.protocol import Opcode
 from shoal.engine.rows import Builder
 from shoal.engine.schema import INPUT, NEXT, ROOT
-from tests.support import Counter, Trouble
+from tests.support import Counter, SlowMethod, Trouble
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -30,12 +30,6 @@ ROADS: dict[str, dict[str, Any]] = {
     "portable": {"portable": True},
     "memmap": {"memmap": True},
 }
-
-
-class SlowMethod(Counter):
-    def slow(self, seconds: float) -> str:
-        time.sleep(seconds)
-        return "late"
 
 
 def builders(n_rows: int, **kwargs: Any) -> list[Builder]:

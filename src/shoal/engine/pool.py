@@ -308,7 +308,9 @@ class Pool:
         """
         launcher = self._launcher
         assert launcher is not None
-        launcher.look(1.0 if expect_death else 0.0)
+        if expect_death:
+            launcher.wait_ended(workers[:1], 1.0)
+        launcher.look()
         for worker in workers:
             if worker in launcher.exitcodes or expect_death:
                 self._raise_died(worker, opcode)

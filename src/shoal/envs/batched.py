@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
+import gymnasium
+import gymnasium.vector
 import torch
 from tensordict import TensorDictBase, is_tensor_collection
 from torchrl._utils import seed_generator
@@ -588,7 +590,7 @@ class BatchedEnv(RemoteAttributes, EnvBase):  # type: ignore[misc]
 
 def _factories(create_env_fn: Factory | Sequence[Factory], count: int) -> tuple[list[Factory], bool]:
     """The factory of each row, and whether they are all the same object."""
-    if isinstance(create_env_fn, EnvBase) or hasattr(create_env_fn, "action_space"):
+    if _is_environment(create_env_fn):
         raise TypeError(
             f"create_env_fn is an environment ({type(create_env_fn).__name__}), not a factory: each row needs an "
             "environment of its own. Pass a callable that builds one, such as lambda: GymEnv('CartPole-v1')"
@@ -599,11 +601,15 @@ def _factories(create_env_fn: Factory | Sequence[Factory], count: int) -> tuple[
     if len(factories) != count:
         raise RuntimeError(f"create_env_fn has {len(factories)} factories for num_workers={count} sub-environments")
     for row, factory in enumerate(factories):
-        if isinstance(factory, EnvBase) or not callable(factory):
+        if _is_environment(factory) or not callable(factory):
             raise TypeError(
                 f"create_env_fn[{row}] is a {type(factory).__name__}: pass callables that each build an environment"
             )
     return factories, all(factory is factories[0] for factory in factories)
+
+
+def _is_environment(value: Any) -> bool:
+    return isinstance(value, (EnvBase, gymnasium.Env, gymnasium.vector.VectorEnv))
 
 
 def _kwargs_of_rows(kwargs: Any, count: int) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
@@ -150,7 +151,8 @@ class Results:
                 if buffer is None:
                     chosen = value if positions is None else value[places]
                     for place, part in zip(places, chosen.unbind(0), strict=True):
-                        given.setdefault(self._rows[place], StepInput()).leaves[key] = part
+                        row = self._rows[place]
+                        given.setdefault(row, StepInput()).leaves[key] = self._message(part, row)
                 elif self._whole and positions is None:
                     buffer.copy_(value.detach())
                 else:
@@ -162,6 +164,12 @@ class Results:
                 self._write_row(parts[place], self._rows[place], given)
         self._carry(tensordict, places, given)
         return given or None
+
+    def _message(self, value: Any, row: int) -> Any:
+        """A value on its way to a driver: one that works on arrays gets an array, so its worker needs no torch."""
+        if self._session.rows[row].native and isinstance(value, torch.Tensor):
+            return value.detach().cpu().numpy()
+        return value
 
     def _input(self, value: Any, key: Key, leaf: Leaf) -> Any:
         expected = (*self._batch_size[:1], *leaf.shape)
@@ -208,7 +216,7 @@ class Results:
                     continue
             buffer = self._row_buffer(row, INPUT, key, leaf)
             if buffer is None:
-                given.setdefault(row, StepInput()).leaves[key] = value
+                given.setdefault(row, StepInput()).leaves[key] = self._message(value, row)
                 continue
             if value.shape != buffer.shape:
                 raise RuntimeError(
@@ -268,7 +276,7 @@ class Results:
     ) -> torch.Tensor:
         if buffer is None:
             assert values is not None
-            some = [values[row][area, key] for row in self._rows if row in values]
+            some = [_tensor(values[row][area, key], leaf) for row in self._rows if row in values]
             if positions is None:
                 return torch.stack(some, 0)
             stepped = torch.stack(some, 0) if some else None
@@ -296,7 +304,7 @@ class Results:
             value: Any = None
             if took_part:
                 buffer = self._row_buffer(row, area, key, leaf)
-                value = buffer.clone() if buffer is not None else values[row][area, key]  # type: ignore[index]
+                value = buffer.clone() if buffer is not None else _tensor(values[row][area, key], leaf)  # type: ignore[index]
             else:
                 if rest is not None:
                     value = rest.get(td_key(key), None)
@@ -361,7 +369,7 @@ class Results:
                 value = None if given_row is None else given_row.get(td_key(key), None)
                 if value is None:
                     buffer = self._row_buffer(row, area, key, leaf)
-                    value = buffer.clone() if buffer is not None else self._session.latest[row].get(key)
+                    value = buffer.clone() if buffer is not None else _tensor(self._session.latest[row].get(key), leaf)
                 source_row[key] = value
             rows.append(self._build_row(row, source_row))
         return self._stack(rows)
@@ -371,7 +379,7 @@ class Results:
         buffer, leaf = roots[key]
         if buffer is None:
             zero = torch.zeros(leaf.shape, dtype=getattr(torch, leaf.dtype))
-            return torch.stack([self._session.latest[row].get(key, zero) for row in self._rows], 0)
+            return torch.stack([_tensor(self._session.latest[row].get(key, zero), leaf) for row in self._rows], 0)
         stepped = [row for row in self._rows if self._session.in_next[row]]
         value = buffer.clone()
         if stepped:
@@ -399,6 +407,10 @@ class Results:
         size = self._nodes.get(prefix, self._batch_size) if prefix else self._batch_size
         result: TensorDictBase = TensorDict._new_unsafe(source=tree, batch_size=size, device=self._device)
         return result
+
+
+def _tensor(value: Any, leaf: Leaf) -> Any:
+    return as_tensor(value, leaf.dtype) if isinstance(value, np.ndarray) else value
 
 
 def _node_size(outputs: Any, prefix: Key, default: torch.Size) -> torch.Size:

@@ -1,0 +1,133 @@
+"""Gymnasium factories: every engine gives what a plain loop over torchrl's ``GymWrapper`` gives, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from torchrl.envs import EnvBase
+
+from tests.differential.engines import ENGINES, Case, check, rows_of, spec_layout
+from tests.differential.harness import Auto, Reset, Script, Seed, Step, Wrapped
+from tests.zoo.gymnasium_envs import GYM_ZOO, CountingEnv, SampledEnv
+
+MINE = ("serial", "parallel", "grouped")
+TORCHRL_PARALLEL = ("box_float64", "dict_nested", "multidiscrete_unequal", "text_in_dict", "both_ends")
+
+BY_MASK = frozenset({"partial reset by mask alone"})
+TORCHRL_SKIP = {"SerialEnv": BY_MASK, "ParallelEnv": BY_MASK | {"preset next", "partial auto-reset"}}
+TORCHRL_SKIP_DYNAMIC = {"SerialEnv": BY_MASK | {"partial step", "partial auto-reset", "rollout until all are done"}}
+
+CASES: dict[str, Case] = {
+    name: Case(rows_of(case), dynamic=case.dynamic, torchrl_skip=TORCHRL_SKIP_DYNAMIC if case.dynamic else TORCHRL_SKIP)
+    for name, case in GYM_ZOO.items()
+    if not case.wrapper_fault
+}
+
+
+def _box(shape: tuple[int, ...], dtype: type) -> spaces.Box:
+    return spaces.Box(-1.0, 1.0, shape, dtype)
+
+
+MULTI_TASK: dict[str, Case] = {
+    "other lengths": Case(tuple(functools.partial(CountingEnv, max_steps=n) for n in (2, 3, 7))),
+    "other shapes": Case(
+        tuple(functools.partial(SampledEnv, _box((n,), np.float32)) for n in (1, 2, 3)),
+        dynamic=True,
+        skip=frozenset({"rollout until all are done"}),
+    ),
+    "other keys": Case(
+        tuple(
+            functools.partial(SampledEnv, spaces.Dict({"shared": _box((2,), np.float32), key: _box((1,), np.float32)}))
+            for key in ("red", "green", "blue")
+        ),
+        dynamic=True,
+        skip=frozenset({"rollout until all are done"}),
+    ),
+}
+
+
+def pairs(cases: dict[str, Case], engines: tuple[str, ...]) -> list[Any]:
+    """Test parameters: the engines of one case next to each other, so that the oracle runs once."""
+    return [pytest.param(name, engine, id=f"{name}-{engine}") for name in cases for engine in engines]
+
+
+@pytest.mark.parametrize(("name", "engine"), pairs(CASES, MINE))
+def test_engine_gives_what_a_plain_loop_gives(name: str, engine: str) -> None:
+    check(name, CASES[name], ENGINES[engine])
+
+
+@pytest.mark.parametrize(("name", "engine"), pairs(MULTI_TASK, MINE))
+def test_multi_task_engine_gives_what_a_plain_loop_gives(name: str, engine: str) -> None:
+    check(name, MULTI_TASK[name], ENGINES[engine])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plain_loop_gives_what_torchrl_serial_gives(name: str) -> None:
+    check(name, CASES[name], ENGINES["torchrl-serial"])
+
+
+@pytest.mark.parametrize("name", TORCHRL_PARALLEL)
+def test_plain_loop_gives_what_torchrl_parallel_gives(name: str) -> None:
+    check(name, CASES[name], ENGINES["torchrl-parallel"])
+
+
+@pytest.mark.parametrize("name", ["box_float32", "dict_nested", "text_in_dict", "multidiscrete_equal"])
+def test_messages_give_what_buffers_give(name: str) -> None:
+    check(name, CASES[name], ENGINES["messages"])
+
+
+@pytest.mark.parametrize("engine", MINE)
+def test_reset_arguments_reach_every_row(engine: str) -> None:
+    script: Script = [
+        Seed(1),
+        Reset(kwargs={"options": {"start": 7}}),
+        *[Auto()] * 3,
+        Reset(list_of_kwargs=({"options": {"start": 1}}, {}, {"options": {"start": 3}})),
+        Step(),
+        Reset(kwargs={"options": {"start": 2}}, list_of_kwargs=({}, {"options": {"start": 4}}, {})),
+        Step(),
+        Reset((True, False, True), list_of_kwargs=({"options": {"start": 5}}, {"options": {"start": 9}}, {})),
+        Step(),
+        Reset(kwargs={"seed": 5}),
+        Step(),
+    ]
+    for name in ("counting", "box_float32"):
+        check(name, Case(rows_of(GYM_ZOO[name]), scripts={"reset arguments": script}), ENGINES[engine])
+
+
+@pytest.mark.parametrize("engine", MINE)
+def test_one_row_and_many_rows(engine: str) -> None:
+    for count in (1, 2, 7):
+        script: Script = [Seed(count), Reset(), *[Auto()] * 8, Reset((True,) * count), Step()]
+        check(f"{count} rows", Case(rows_of(GYM_ZOO["dict"], count), scripts={"rows": script}), ENGINES[engine])
+
+
+@pytest.mark.parametrize("engine", ["serial", "grouped"])
+@pytest.mark.parametrize("name", CASES)
+def test_specs_are_those_of_the_wrapped_envs(name: str, engine: str) -> None:
+    case = CASES[name]
+    wrapped = Case(tuple([Wrapped(case.factories[0])] * 3))
+    env: EnvBase = ENGINES[engine].build(case)
+    reference: EnvBase = ENGINES["torchrl-serial"].build(wrapped)
+    try:
+        assert spec_layout(env) == spec_layout(reference)
+        assert env.batch_size == reference.batch_size
+        assert env.device == reference.device
+        for keys in ("observation_keys", "action_keys", "reward_keys", "done_keys", "state_keys", "reset_keys"):
+            assert getattr(env, keys) == getattr(reference, keys), keys
+        assert env.output_spec == reference.output_spec
+        assert env.input_spec == reference.input_spec
+    finally:
+        env.close(raise_if_closed=False)
+        reference.close(raise_if_closed=False)
+
+
+@pytest.mark.parametrize("engine", MINE)
+@pytest.mark.parametrize("kind", [int, np.int64, np.int32, np.uint32])
+def test_any_integer_seeds(engine: str, kind: type) -> None:
+    script: Script = [Seed(kind(17)), Reset(), Auto()]
+    check("seeds", Case(rows_of(GYM_ZOO["box_float32"]), scripts={"seed": script}), ENGINES[engine])

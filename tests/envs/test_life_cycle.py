@@ -1,0 +1,176 @@
+"""Section 3 of the contract: from not started to closed, and back."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from shoal import ParallelEnv, SerialEnv
+from tests.support import Counter, children, until
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+BOTH = pytest.mark.parametrize("kind", [SerialEnv, ParallelEnv])
+
+
+@BOTH
+def test_start_and_close_are_errors_where_they_make_no_sense(kind: type) -> None:
+    env = kind(2, Counter)
+    assert env.is_closed
+    env.start()
+    assert not env.is_closed
+    with pytest.raises(RuntimeError, match="started already"):
+        env.start()
+    env.close()
+    assert env.is_closed
+    with pytest.raises(RuntimeError, match="closed already"):
+        env.close()
+    env.close(raise_if_closed=False)
+
+
+@BOTH
+def test_a_batch_that_was_never_used_closes_without_an_error(kind: type) -> None:
+    env = kind(2, Counter)
+    env.close()
+    assert not children()
+
+
+@BOTH
+def test_specs_stay_readable_when_closed_and_the_next_use_starts_afresh(kind: type) -> None:
+    env = kind(2, Counter)
+    env.rollout(3)
+    env.close()
+    assert env.observation_spec["observation"].shape == (2, 3)
+    assert env.action_spec.shape == (2, 3)
+    assert env.batch_size == (2,)
+    assert env.reset()["observation"].tolist() == [[0, 1, 0], [0, 1, 0]]
+    env.close()
+
+
+@BOTH
+def test_with_closes(kind: type) -> None:
+    with kind(2, Counter) as env:
+        env.reset()
+    assert env.is_closed
+    assert not children()
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "copying", [copy.deepcopy, lambda env: pickle.loads(pickle.dumps(env))], ids=["copy", "pickle"]
+)
+def test_a_copy_is_a_twin_that_is_not_started(kind: type, copying: Any) -> None:
+    env = kind(2, Counter, create_env_kwargs={"length": 4})
+    env.rollout(2)
+    twin = copying(env)
+    assert twin.is_closed
+    assert not env.is_closed
+    assert twin.observation_spec == env.observation_spec
+    assert twin.rollout(10).shape == (2, 4)
+    assert env.step(env.rand_action(env.reset()))["next", "observation"][0, 0] == 1
+    twin.close()
+    env.close()
+
+
+@BOTH
+def test_configuring_counts_until_the_first_use(kind: type) -> None:
+    env = kind(2, Counter)
+    assert env.configure_parallel(shutdown_timeout=3, use_buffers=False) is env
+    env.reset()
+    assert env.shutdown_timeout == 3.0
+    with pytest.raises(RuntimeError, match="before the environment is started"):
+        env.configure_parallel(num_threads=1)
+    env.close()
+
+
+def script(code: str, **kwargs: Any) -> subprocess.Popen[str]:
+    start = "import time\nfrom shoal import ParallelEnv\nfrom tests.support import Counter, children\n"
+    return subprocess.Popen(
+        [sys.executable, "-c", start + code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
+    )
+
+
+def ended(pids: list[int]) -> bool:
+    def gone(pid: int) -> bool:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                return file.read().rsplit(")", 1)[1].split()[0] == "Z"
+        except OSError:
+            return True
+
+    return until(lambda: all(gone(pid) for pid in pids), 2.0)
+
+
+def test_leaving_the_interpreter_with_a_live_environment_ends_its_workers() -> None:
+    process = script("env = ParallelEnv(3, Counter); env.reset(); print(*children(), flush=True)")
+    out, err = process.communicate(timeout=120)
+    assert err == ""
+    assert process.returncode == 0
+    assert len(out.split()) == 4
+    assert ended(list(map(int, out.split())))
+
+
+def test_an_exception_in_the_users_script_ends_the_workers_and_shows_one_traceback() -> None:
+    process = script("env = ParallelEnv(3, Counter); env.reset(); print(*children(), flush=True); 1 / 0")
+    out, err = process.communicate(timeout=120)
+    assert err.count("Traceback") == 1
+    assert "ZeroDivisionError" in err
+    assert ended(list(map(int, out.split())))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
+def test_workers_end_with_their_parent_however_it_ends(number: int, busy: bool, start_method: str) -> None:
+    act = "td = env.reset()\nwhile True: td = env.step_and_maybe_reset(env.rand_action(td))[1]"
+    wait = "env.reset()\nwhile True: time.sleep(0.1)"
+    process = script(
+        f"env = ParallelEnv(2, Counter, mp_start_method={start_method!r}); env.reset()\n"
+        f"print(*children(), flush=True)\n{act if busy else wait}"
+    )
+    assert process.stdout is not None
+    pids = list(map(int, process.stdout.readline().split()))
+    assert len(pids) >= 2
+    start = time.monotonic()
+    process.send_signal(number)
+    process.wait(20)
+    # The contract says 3 s; torch's own teardown takes 1.5 s of a loaded machine, so leave room for a slower one.
+    assert time.monotonic() - start < 6.0
+    assert ended(pids)
+    assert process.stderr is not None
+    errors = process.stderr.read()
+    assert errors.count("Traceback") == (number == signal.SIGINT)
+    process.stdout.close()
+    process.stderr.close()
+
+
+@BOTH
+def test_nothing_that_happens_later_changes_a_result(kind: type) -> None:
+    env = kind(3, Counter)
+    td = env.reset()
+    kept, copies = [], []
+    for _ in range(200):
+        done, td = env.step_and_maybe_reset(env.rand_action(td))
+        kept.append((done, td.copy()))
+        copies.append((done.clone(), td.clone()))
+    env.reset()
+    env.close()
+    for (done, root), (done_copy, root_copy) in zip(kept, copies, strict=True):
+        assert (done == done_copy).all()
+        assert (root == root_copy).all()
+
+
+def test_the_parent_may_be_idle_for_longer_than_the_timeout() -> None:
+    env = ParallelEnv(2, Counter, step_timeout=0.3)
+    td = env.reset()
+    time.sleep(0.5)
+    td = env.step(env.rand_action(td))
+    assert td["next", "observation"][0, 0] == 1
+    env.close()
