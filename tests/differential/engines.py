@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torchrl.envs
 from tensordict import TensorDictBase
+from torchrl.data import Composite
 from torchrl.envs import EnvBase
 
 from tests.differential.harness import (
@@ -211,10 +212,36 @@ def rows_of(factory: Factory, count: int = ROWS) -> tuple[Factory, ...]:
     return (factory,) * count
 
 
-def spec_layout(env: EnvBase) -> Sequence[tuple[Any, ...]]:
-    """What specs say that users rely on: key, class, shape, dtype, and device of each leaf."""
-    layout = []
-    for name in ("full_observation_spec", "full_reward_spec", "full_done_spec", "full_action_spec", "full_state_spec"):
-        for key, spec in getattr(env, name).items(True, True):
-            layout.append((name, key, type(spec).__name__, tuple(spec.shape), spec.dtype, spec.device))
-    return sorted(layout, key=repr)
+def assert_same_specs(expected: Composite, actual: Composite) -> None:
+    """Two trees of specs have the same keys, classes and shapes, and equal leaves.
+
+    The device that a ``Composite`` itself carries is not compared: torchrl's classes set it even where the
+    environment has none.
+    """
+    assert set(actual.keys(True)) == set(expected.keys(True))
+    for key in expected.keys(True):
+        left, right = expected[key], actual[key]
+        assert type(left) is type(right), f"{key}: {type(left).__name__} and {type(right).__name__}"
+        assert left.shape == right.shape, f"{key}: {left.shape} and {right.shape}"
+        if not isinstance(left, Composite):
+            assert left == right, f"{key}: {left} and {right}"
+        else:
+            assert left.data_cls is right.data_cls, f"{key}: {left.data_cls} and {right.data_cls}"
+
+
+def assert_same_face(expected: EnvBase, actual: EnvBase) -> None:
+    """Two batched environments declare the same."""
+    assert_same_specs(expected.output_spec, actual.output_spec)
+    assert_same_specs(expected.input_spec, actual.input_spec)
+    for name in (
+        "batch_size",
+        "device",
+        "batch_locked",
+        "observation_keys",
+        "action_keys",
+        "reward_keys",
+        "done_keys",
+        "state_keys",
+        "reset_keys",
+    ):
+        assert getattr(actual, name) == getattr(expected, name), name

@@ -10,7 +10,7 @@ import pytest
 from gymnasium import spaces
 from torchrl.envs import EnvBase
 
-from tests.differential.engines import ENGINES, Case, check, rows_of, spec_layout
+from tests.differential.engines import ENGINES, Case, assert_same_face, check, rows_of
 from tests.differential.harness import Auto, Reset, Script, Seed, Step, Wrapped
 from tests.zoo.gymnasium_envs import GYM_ZOO, CountingEnv, SampledEnv
 
@@ -114,13 +114,7 @@ def test_specs_are_those_of_the_wrapped_envs(name: str, engine: str) -> None:
     env: EnvBase = ENGINES[engine].build(case)
     reference: EnvBase = ENGINES["torchrl-serial"].build(wrapped)
     try:
-        assert spec_layout(env) == spec_layout(reference)
-        assert env.batch_size == reference.batch_size
-        assert env.device == reference.device
-        for keys in ("observation_keys", "action_keys", "reward_keys", "done_keys", "state_keys", "reset_keys"):
-            assert getattr(env, keys) == getattr(reference, keys), keys
-        assert env.output_spec == reference.output_spec
-        assert env.input_spec == reference.input_spec
+        assert_same_face(reference, env)
     finally:
         env.close(raise_if_closed=False)
         reference.close(raise_if_closed=False)

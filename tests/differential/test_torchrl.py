@@ -18,7 +18,7 @@ from torchrl.envs import (
     TransformedEnv,
 )
 
-from tests.differential.engines import ENGINES, ROWS, Case, check, rows_of, spec_layout
+from tests.differential.engines import ENGINES, ROWS, Case, assert_same_face, check, rows_of
 from tests.differential.harness import Auto, Reset, Rollout, Script, Seed, Step, assert_same, make_actions, stack
 from tests.zoo.torchrl_envs import (
     TORCHRL_ZOO,
@@ -132,14 +132,7 @@ def test_specs_are_those_that_torchrl_gives(name: str) -> None:
     env = ENGINES["serial"].build(CASES[name])
     reference = ENGINES["torchrl-serial"].build(CASES[name])
     try:
-        assert spec_layout(env) == spec_layout(reference)
-        assert env.batch_size == reference.batch_size
-        assert env.device == reference.device
-        assert env.batch_locked == reference.batch_locked
-        for keys in ("observation_keys", "action_keys", "reward_keys", "done_keys", "state_keys", "reset_keys"):
-            assert getattr(env, keys) == getattr(reference, keys), keys
-        assert env.output_spec == reference.output_spec
-        assert env.input_spec == reference.input_spec
+        assert_same_face(reference, env)
     finally:
         env.close(raise_if_closed=False)
         reference.close(raise_if_closed=False)

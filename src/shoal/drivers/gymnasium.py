@@ -35,6 +35,8 @@ MULTI_ONE_HOT = "multi_one_hot"
 CATEGORICAL = "categorical"
 MULTI_CATEGORICAL = "multi_categorical"
 TEXT = "text"
+SEQUENCE = "sequence"
+_LOOSE = (TEXT, SEQUENCE)
 
 DONE_KEYS = (("done",), ("terminated",), ("truncated",))
 
@@ -131,7 +133,7 @@ def _plan_tuple(space: Any, categorical: bool) -> Plan:
     if all(
         {key: (leaf.kind, leaf.dtype, leaf.shape, leaf.sizes) for key, leaf in plan.leaves().items()} == alike
         for plan in plans[1:]
-    ) and not any(leaf.kind == TEXT for leaf in first.values()):
+    ) and not any(leaf.kind in _LOOSE for leaf in first.values()):
         return Plan(stacked=plans[0], length=len(plans), is_tuple=True)
     names = [str(index) for index in range(len(plans))]
     return Plan(children=dict(zip(names, plans, strict=True)), sources={n: int(n) for n in names}, is_tuple=True)
@@ -151,6 +153,9 @@ def _encoding(space: Any, categorical: bool) -> Encoding:
         return _multi_discrete(space, categorical)
     if isinstance(space, spaces.Text):
         return Encoding(TEXT, "object", (), space=space)
+    if isinstance(space, spaces.Sequence) and space.stack and isinstance(space.feature_space, spaces.Box):
+        inner = _encoding(space.feature_space, categorical)
+        return Encoding(SEQUENCE, inner.dtype, (-1, *inner.shape), space=space)
     raise TypeError(
         f"shoal has no array for a Gymnasium space of type {type(space).__name__} ({space}); wrap the environment so "
         "that it gives Box, Discrete, MultiDiscrete, MultiBinary, Text, Dict or Tuple spaces, or return a torchrl "
@@ -277,14 +282,21 @@ def _reader(plan: Plan, arrays: dict[Key, Array], prefix: Key) -> Reader:
             _reader(plan.stacked, {key: array[index, ...] for key, array in arrays.items()}, prefix)
             for index in range(plan.length)
         ]
-        return lambda: tuple([reader() for reader in readers])
+        # A tuple of equal spaces takes an array for its tuple, and torchrl's wrapper passes one.
+        gather: Callable[[list[Any]], Any] = tuple if plan.stacked.encoding is None else np.stack
+        return lambda: gather([reader() for reader in readers])
     parts = [
         (plan.sources[child], _reader(sub, _below(arrays, (*prefix, child)), (*prefix, child)))
         for child, sub in plan.children.items()
     ]
     if plan.is_tuple:
         return lambda: tuple([reader() for _, reader in parts])
-    return lambda: {source: reader() for source, reader in parts}
+    # Inside of a dict torchrl's wrapper leaves a discrete action an array of no dimension.
+    boxed = [
+        (source, (lambda reader=reader: np.asarray(reader())) if sub.encoding is not None else reader)
+        for (source, reader), sub in zip(parts, plan.children.values(), strict=True)
+    ]
+    return lambda: {source: reader() for source, reader in boxed}
 
 
 def _leaf_reader(encoding: Encoding, array: Array) -> Reader:
@@ -311,8 +323,20 @@ def _plain_spaces(env: gymnasium.Env[Any, Any], categorical: bool) -> tuple[Plan
     if observation.encoding is not None or observation.stacked is not None or observation.is_tuple:
         name = "pixels" if looks_like_pixels(env.observation_space) else "observation"
         observation = Plan(children={name: observation}, sources={name: None})
-    action = plan_space(env.action_space, categorical)
-    return observation, action
+    return observation, _plan_action(env, observation, categorical)
+
+
+def _plan_action(env: gymnasium.Env[Any, Any], observation: Plan, categorical: bool) -> Plan:
+    """The plan of the actions. Several choices under one mask of all their combinations are one choice among these."""
+    space, mask = env.action_space, observation.children.get("action_mask")
+    if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1 and mask is not None and mask.encoding:
+        sizes = tuple(int(n) for n in space.nvec)
+        if mask.encoding.shape == sizes:
+            size = (int(np.prod(sizes)),)
+            if categorical:
+                return Plan(encoding=Encoding(CATEGORICAL, space.dtype.name, (), size, space=space))
+            return Plan(encoding=Encoding(ONE_HOT, "bool", size, size, space=space))
+    return plan_space(space, categorical)
 
 
 def looks_like_pixels(space: Any) -> bool:
@@ -382,9 +406,9 @@ class GymnasiumDriver(Driver):
 
     def describe(self) -> Description:
         details = self._details
-        leaves = [Leaf(key, ACTION, e.dtype, e.shape, e.kind != TEXT) for key, e in self._action_leaves().items()]
+        leaves = [Leaf(key, ACTION, e.dtype, e.shape, e.kind not in _LOOSE) for key, e in self._action_leaves().items()]
         for key, encoding in details.observation.leaves().items():
-            leaves.append(Leaf(key, OBSERVATION, encoding.dtype, encoding.shape, encoding.kind != TEXT))
+            leaves.append(Leaf(key, OBSERVATION, encoding.dtype, encoding.shape, encoding.kind not in _LOOSE))
         leaves.append(Leaf(("reward",), REWARD, details.reward.dtype, details.reward.shape))
         leaves.extend(Leaf(key, DONE, "bool", (1,)) for key in DONE_KEYS)
         return Description("gymnasium", Schema(tuple(leaves)), details, _text(self.env), chains_seed=True)
@@ -395,15 +419,15 @@ class GymnasiumDriver(Driver):
     def attach(self, schema: Schema, arrays: dict[str, dict[Key, Array]], *, sent: bool) -> None:
         # Leaves by message get arrays of the driver's own; what is written there is sent.
         self._sent: dict[str, dict[Key, Array]] = {NEXT: {}, ROOT: {}}
-        self._texts = [key for key, e in self._details.observation.leaves().items() if e.kind == TEXT]
+        self._loose = [key for key, e in self._details.observation.leaves().items() if e.kind in _LOOSE]
         areas = {area: dict(slots) for area, slots in arrays.items()}
         self._given: dict[Key, Array] = {}
         for area, slots in areas.items():
             for leaf in schema.by_area[area].values():
-                if leaf.key not in slots and leaf.dtype != "object":
+                if leaf.key not in slots and leaf.key not in self._loose:
                     slots[leaf.key] = np.zeros(leaf.shape, leaf.dtype)
                     self._sent.get(area, self._given)[leaf.key] = slots[leaf.key]
-        self._messages = bool(self._texts or self._sent[NEXT] or self._sent[ROOT])
+        self._messages = bool(self._loose or self._sent[NEXT] or self._sent[ROOT])
         self._read_action = _reader(self._details.action, areas[INPUT], self._details.action_key)
         self._write_next = self._observation_writer(areas[NEXT])
         self._write_root = self._observation_writer(areas[ROOT])
@@ -422,7 +446,7 @@ class GymnasiumDriver(Driver):
 
         if len(plan.children) == 1 and next(iter(plan.sources.values())) is None:
             ((child, inner),) = plan.children.items()
-            if inner.encoding is not None and inner.encoding.kind == TEXT:
+            if inner.encoding is not None and inner.encoding.kind in _LOOSE:
                 return lambda value: None
             return _writer(inner, _below(arrays, (child,)), (child,), name)
         return _writer(plan, arrays, (), name)
@@ -506,14 +530,14 @@ class GymnasiumDriver(Driver):
     def _collect(self, area: str, observation: Any) -> Messages:
         """What travels by message of the values just written."""
         messages: Messages = {(area, key): array.copy() for key, array in self._sent[area].items()}
-        for key in self._texts:
+        for key in self._loose:
             value = observation
             plan = self._details.observation
             for name in key:
                 source = plan.sources[name]
                 value = value if source is None else value[source]
                 plan = plan.children[name]
-            messages[area, key] = value
+            messages[area, key] = value if plan.encoding is None else _loose_value(plan.encoding, value)
         return messages
 
     def seed(self, seed: int | None, static: bool) -> int | None:
@@ -548,6 +572,11 @@ class GymnasiumDriver(Driver):
 
     def close(self) -> None:
         self.env.close()
+
+
+def _loose_value(encoding: Encoding, value: Any) -> Any:
+    """A value without a fixed shape, in memory of its own."""
+    return value if encoding.kind == TEXT else np.array(value, dtype=encoding.dtype).reshape(encoding.shape)
 
 
 def next_seed(seed: int) -> int:

@@ -28,13 +28,14 @@ from shoal.envs.remote import RemoteAttributes
 from shoal.envs.results import Results, node_sizes, td_key
 from shoal.envs.session import Engine, Session
 from shoal.envs.specs import batch_specs
+from shoal.envs.views import Views
 
 Factory = Callable[..., Any]
 
-_UNTIL_USED = ("_session", "_results")
+_UNTIL_USED = ("_session", "_results", "_view_of")
 
 
-class BatchedEnv(RemoteAttributes, EnvBase):  # type: ignore[misc]
+class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
     """What `SerialEnv` and `ParallelEnv` have in common; not to be used itself.
 
     Args:
@@ -126,8 +127,7 @@ class BatchedEnv(RemoteAttributes, EnvBase):  # type: ignore[misc]
         self._asked_device = None if device is None else torch.device(device)
         self._threads_before: int | None = None
         self._seeds: list[Any] | None = None
-        self.__dict__["_session"] = None
-        self.__dict__["_results"] = None
+        self.__dict__.update(dict.fromkeys(_UNTIL_USED))
         self.is_closed = True
         self._open()
 
@@ -216,6 +216,8 @@ class BatchedEnv(RemoteAttributes, EnvBase):  # type: ignore[misc]
 
     def _started(self) -> Session:
         """The session, started if it was not."""
+        if self.__dict__["_view_of"] is not None:
+            return self._viewed()
         if self.is_closed:
             self.start()
         session: Session = self.__dict__["_session"]
@@ -223,6 +225,14 @@ class BatchedEnv(RemoteAttributes, EnvBase):  # type: ignore[misc]
             self.is_closed = True
             self.__dict__["_session"] = self.__dict__["_results"] = None
             return self._started()
+        return session
+
+    def _viewed(self) -> Session:
+        session: Session | None = self.__dict__["_session"]
+        if session is None or session.closed or getattr(session.engine, "closed", False):
+            raise RuntimeError(
+                "this is a view of rows of an environment, and it or the environment has been closed: take a new view"
+            )
         return session
 
     def start(self) -> None:
@@ -255,6 +265,8 @@ class BatchedEnv(RemoteAttributes, EnvBase):  # type: ignore[misc]
             raise RuntimeError("the environment is closed already")
         self.is_closed = True
         self.__dict__["_session"] = self.__dict__["_results"] = None
+        if self.__dict__["_view_of"] is not None:
+            return  # the rows belong to the environment that this is a view of
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
             self._threads_before = None
@@ -350,17 +362,17 @@ class BatchedEnv(RemoteAttributes, EnvBase):  # type: ignore[misc]
         places, mask_keys = self._places_to_reset(tensordict)
         given = self._reset_given(tensordict, kwargs, places)
         rows = self._engine_rows(places)
-        everywhere = len(places) == len(results._rows)
+        everywhere = len(places) == len(results.rows)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self._parallel):
             if places:
-                values = session.run(Opcode.RESET, None if everywhere and results._whole else rows, given)
+                values = session.run(Opcode.RESET, None if everywhere and results.whole else rows, given)
             if everywhere:
                 return results.read(ROOT, values)
             rest = None if tensordict is None else tensordict.exclude(*mask_keys)
             return results.latest(rest, places)
 
     def _engine_rows(self, places: Sequence[int]) -> list[int]:
-        rows = self.__dict__["_results"]._rows
+        rows = self.__dict__["_results"].rows
         return [rows[place] for place in places]
 
     def _places_to_reset(self, tensordict: TensorDictBase | None) -> tuple[list[int], list[Any]]:
@@ -399,7 +411,7 @@ class BatchedEnv(RemoteAttributes, EnvBase):  # type: ignore[misc]
         if parts is None and not kwargs and own is None:
             return None
         given = {}
-        session, rows = self.__dict__["_session"], self.__dict__["_results"]._rows
+        session, rows = self.__dict__["_session"], self.__dict__["_results"].rows
         masks = dict.fromkeys(self._keys(self.reset_keys))
         for place in places:
             schema = session.rows[rows[place]].schema
@@ -431,7 +443,7 @@ class BatchedEnv(RemoteAttributes, EnvBase):  # type: ignore[misc]
     def _addressed(self, places: list[int] | None) -> list[int] | None:
         results = self.__dict__["_results"]
         if places is None:
-            return None if results._whole else results._rows
+            return None if results.whole else results.rows
         return self._engine_rows(places)
 
     def _places_to_step(self, tensordict: TensorDictBase) -> list[int] | None:
@@ -492,9 +504,9 @@ class BatchedEnv(RemoteAttributes, EnvBase):  # type: ignore[misc]
     def _root_of(self, tensordict: TensorDictBase) -> TensorDictBase:
         """What of a step's input goes on to the following step: everything but next, masks, rewards and dones."""
         dropped = ["next", "_step", *self.reset_keys, *self.done_keys]
-        schema = self.__dict__["_session"].rows[0].schema
+        schema = self.__dict__["_session"].rows[self.__dict__["_results"].rows[0]].schema
         dropped += [key for key in self.reward_keys if tuple(self._keys([key])[0]) not in schema.by_area[ROOT]]
-        return tensordict.exclude(*dropped)
+        return tensordict.exclude(*dropped).copy()  # nested parts too: they are written to
 
     def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
         """Seeds the sub-environments: row 0 with ``seed``, each further row with the next value of torchrl's chain.
@@ -506,7 +518,7 @@ class BatchedEnv(RemoteAttributes, EnvBase):  # type: ignore[misc]
         Returns:
             The next value of the chain (``seed`` itself if static).
         """
-        session, rows = self._started(), self.__dict__["_results"]._rows
+        session, rows = self._started(), self.__dict__["_results"].rows
         following = None if seed is None else operator.index(seed)
         self._seeds = []
         if all(session.rows[row].chains_seed for row in rows):
@@ -527,14 +539,14 @@ class BatchedEnv(RemoteAttributes, EnvBase):  # type: ignore[misc]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> OrderedDict[str, Any]:
         """The sub-environments' states: ``{"worker0": ..., "worker1": ..., ...}``, without locks in them."""
-        session, rows = self._started(), self.__dict__["_results"]._rows
+        session, rows = self._started(), self.__dict__["_results"].rows
         values = session.run(Opcode.STATE_DICT, rows)
         assert values is not None
         return OrderedDict((f"worker{place}", values[row]) for place, row in enumerate(rows))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
         """Takes what `state_dict` gave, or one sub-environment's state for all of them."""
-        session, rows = self._started(), self.__dict__["_results"]._rows
+        session, rows = self._started(), self.__dict__["_results"].rows
         states = [state_dict[f"worker{place}"] if "worker0" in state_dict else state_dict for place in range(len(rows))]
         session.run(
             Opcode.LOAD_STATE_DICT, rows, {row: (state, kwargs) for row, state in zip(rows, states, strict=True)}
@@ -553,7 +565,7 @@ class BatchedEnv(RemoteAttributes, EnvBase):  # type: ignore[misc]
         self.set_spec_lock_()
         session, results = self.__dict__["_session"], self.__dict__["_results"]
         if session is not None:
-            self._make_results(session, results._rows)
+            self._make_results(session, results.rows)
         return self
 
     def add_truncated_keys(self) -> EnvBase:

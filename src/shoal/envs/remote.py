@@ -14,7 +14,7 @@ class RemoteAttributes:
     """Mixin: what a batched environment does with names it does not have itself."""
 
     def _forward(self, opcode: Opcode, given: list[Any]) -> list[Any]:
-        session, rows = self._started(), self.__dict__["_results"]._rows
+        session, rows = self._started(), self.__dict__["_results"].rows
         values = session.run(opcode, rows, dict(zip(rows, given, strict=True))) or {}
         return [values.get(row) for row in rows]
 

@@ -49,19 +49,19 @@ class Results:
         lazy: bool,
     ) -> None:
         self._session = session
-        self._rows = list(rows)
+        self.rows = list(rows)
         self._batch_size = batch_size
         self._device = device
         self._nodes = nodes
         self._lazy = lazy
-        self._whole = self._rows == list(range(len(session.rows)))
-        self._index = torch.tensor(self._rows)
+        self.whole = self.rows == list(range(len(session.rows)))
+        self._index = torch.tensor(self.rows)
         self._moves = device is not None and device.type != "cpu"
-        first = session.rows[self._rows[0]].schema
-        same = all(session.rows[row].schema == first for row in self._rows)
+        first = session.rows[self.rows[0]].schema
+        same = all(session.rows[row].schema == first for row in self.rows)
         fixed = all(leaf.fixed for leaf in first.leaves)
         self.dense = same and fixed and not lazy
-        transported = session.schemas[self._rows[0]]
+        transported = session.schemas[self.rows[0]]
         self._leaves = {
             area: [
                 (key, td_key(key), self._batch_buffer(area, key, leaf), leaf)
@@ -71,7 +71,7 @@ class Results:
         }
         self._all_buffered = all(buffer is not None for leaves in self._leaves.values() for _, _, buffer, _ in leaves)
         flat = all(len(key) == 1 for leaves in self._leaves.values() for key, *_ in leaves)
-        self.fast = self.dense and self._all_buffered and flat and self._whole and not self._moves
+        self.fast = self.dense and self._all_buffered and flat and self.whole and not self._moves
         self._plain = {
             area: [(name, buffer) for _, name, buffer, _ in leaves if buffer is not None]
             for area, leaves in self._leaves.items()
@@ -142,7 +142,7 @@ class Results:
             RuntimeError: an action is missing, or a leaf has another shape or dtype than its spec.
         """
         given: dict[int, StepInput] = {}
-        places = list(range(len(self._rows))) if positions is None else positions
+        places = list(range(len(self.rows))) if positions is None else positions
         if self.dense:
             for key, name, buffer, leaf in self._leaves[INPUT]:
                 value = self._input(tensordict.get(name, None), key, leaf)
@@ -151,9 +151,9 @@ class Results:
                 if buffer is None:
                     chosen = value if positions is None else value[places]
                     for place, part in zip(places, chosen.unbind(0), strict=True):
-                        row = self._rows[place]
+                        row = self.rows[place]
                         given.setdefault(row, StepInput()).leaves[key] = self._message(part, row)
-                elif self._whole and positions is None:
+                elif self.whole and positions is None:
                     buffer.copy_(value.detach())
                 else:
                     index = self._index[places]
@@ -161,7 +161,7 @@ class Results:
         else:
             parts = tensordict.unbind(0)
             for place in places:
-                self._write_row(parts[place], self._rows[place], given)
+                self._write_row(parts[place], self.rows[place], given)
         self._carry(tensordict, places, given)
         return given or None
 
@@ -177,13 +177,13 @@ class Results:
             if leaf.role == ACTION:
                 raise RuntimeError(
                     f"the input has no {'.'.join(key)!r}: expected an action of shape {tuple(expected)} "
-                    f"({len(self._rows)} rows of {tuple(leaf.shape)}, {leaf.dtype})"
+                    f"({len(self.rows)} rows of {tuple(leaf.shape)}, {leaf.dtype})"
                 )
             return self._latest(key)
         if tuple(value.shape) != expected:
             raise RuntimeError(
                 f"the input's {'.'.join(key)!r} ({leaf.role}) has shape {tuple(value.shape)}: expected "
-                f"{tuple(expected)}, {len(self._rows)} rows of {tuple(leaf.shape)}"
+                f"{tuple(expected)}, {len(self.rows)} rows of {tuple(leaf.shape)}"
             )
         dtype = getattr(torch, leaf.dtype)
         if value.dtype != dtype and not torch.can_cast(value.dtype, dtype):
@@ -208,7 +208,7 @@ class Results:
             if value is None:
                 if leaf.role == ACTION:
                     raise RuntimeError(
-                        f"the input has no {'.'.join(key)!r} for row {row} of {len(self._rows)} rows: expected an "
+                        f"the input has no {'.'.join(key)!r} for row {row} of {len(self.rows)} rows: expected an "
                         f"action of shape {tuple(leaf.shape)}, {leaf.dtype}"
                     )
                 value = self._session.latest[row].get(key)
@@ -220,7 +220,7 @@ class Results:
                 continue
             if value.shape != buffer.shape:
                 raise RuntimeError(
-                    f"the input's {'.'.join(key)!r} ({leaf.role}) of row {row} of {len(self._rows)} rows has shape "
+                    f"the input's {'.'.join(key)!r} ({leaf.role}) of row {row} of {len(self.rows)} rows has shape "
                     f"{tuple(value.shape)}: expected {tuple(buffer.shape)}"
                 )
             buffer.copy_(value.detach())
@@ -232,7 +232,7 @@ class Results:
             return
         parts = carried.unbind(0)
         for place in places:
-            row = self._rows[place]
+            row = self.rows[place]
             for key in self._session.rows[row].schema.by_area[NEXT]:
                 value = parts[place].get(td_key(key), None)
                 if value is not None and self._session.rows[row].schema.by_area[NEXT][key].role != "done":
@@ -257,11 +257,11 @@ class Results:
                 for key, _, buffer, leaf in self._leaves[area]
             }
             return self.build(source)
-        parts = rest.unbind(0) if rest is not None else [None] * len(self._rows)
-        took_part = set(range(len(self._rows)) if positions is None else positions)
+        parts = rest.unbind(0) if rest is not None else [None] * len(self.rows)
+        took_part = set(range(len(self.rows)) if positions is None else positions)
         return self._stack(
             self._row_result(row, area, values, parts[place] if place not in took_part else None, place in took_part)
-            for place, row in enumerate(self._rows)
+            for place, row in enumerate(self.rows)
         )
 
     def _dense_leaf(
@@ -276,18 +276,18 @@ class Results:
     ) -> torch.Tensor:
         if buffer is None:
             assert values is not None
-            some = [_tensor(values[row][area, key], leaf) for row in self._rows if row in values]
+            some = [_tensor(values[row][area, key], leaf) for row in self.rows if row in values]
             if positions is None:
                 return torch.stack(some, 0)
             stepped = torch.stack(some, 0) if some else None
-            value = torch.zeros((len(self._rows), *leaf.shape), dtype=getattr(torch, leaf.dtype))
+            value = torch.zeros((len(self.rows), *leaf.shape), dtype=getattr(torch, leaf.dtype))
             if stepped is not None:
                 value = value.to(stepped.device).index_put((torch.tensor(positions),), stepped)
         else:
-            value = buffer.clone() if self._whole else buffer[self._index]
+            value = buffer.clone() if self.whole else buffer[self._index]
             if positions is None:
                 return value
-        mask = torch.zeros(len(self._rows), dtype=torch.bool)
+        mask = torch.zeros(len(self.rows), dtype=torch.bool)
         mask[positions] = True
         other = None if rest is None else rest.get(td_key(key), None)
         if other is None or other.shape != value.shape:
@@ -345,22 +345,22 @@ class Results:
         """The root values of all rows: of those that were just reset (``positions``) what they were reset to, of the
         others the caller's where it has them, else their own latest."""
         reset = set(positions)
-        others = [place for place in range(len(self._rows)) if place not in reset]
+        others = [place for place in range(len(self.rows)) if place not in reset]
         if self.dense:
             source: dict[Key, torch.Tensor] = {}
             for key, name, _, _ in self._leaves[ROOT]:
                 own = self._dense_latest(key)
                 given = None if rest is None else rest.get(name, None)
                 if given is not None and others and given.shape == own.shape:
-                    mask = torch.ones(len(self._rows), dtype=torch.bool)
+                    mask = torch.ones(len(self.rows), dtype=torch.bool)
                     mask[others] = False
                     mask = mask.reshape(-1, *[1] * (own.ndim - 1)).to(own.device)
                     own = torch.where(mask, own, given.to(own.device))
                 source[key] = own
             return self.build(source)
-        parts = rest.unbind(0) if rest is not None else [None] * len(self._rows)
+        parts = rest.unbind(0) if rest is not None else [None] * len(self.rows)
         rows = []
-        for place, row in enumerate(self._rows):
+        for place, row in enumerate(self.rows):
             source_row: dict[Key, Any] = {}
             value: Any
             given_row: Any = None if place in reset else parts[place]
@@ -379,14 +379,14 @@ class Results:
         buffer, leaf = roots[key]
         if buffer is None:
             zero = torch.zeros(leaf.shape, dtype=getattr(torch, leaf.dtype))
-            return torch.stack([_tensor(self._session.latest[row].get(key, zero), leaf) for row in self._rows], 0)
-        stepped = [row for row in self._rows if self._session.in_next[row]]
+            return torch.stack([_tensor(self._session.latest[row].get(key, zero), leaf) for row in self.rows], 0)
+        stepped = [row for row in self.rows if self._session.in_next[row]]
         value = buffer.clone()
         if stepped:
             following = {leaf_key: b for leaf_key, _, b, _ in self._leaves[NEXT]}[key]
             assert following is not None
             value[stepped] = following[stepped]
-        return value if self._whole else value[self._index]
+        return value if self.whole else value[self._index]
 
     def build(self, source: dict[Key, torch.Tensor]) -> TensorDictBase:
         """A TensorDict of the batch with these leaves."""
