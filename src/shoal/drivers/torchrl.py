@@ -166,8 +166,9 @@ class TorchRLDriver(Driver):
 
     def _reset_input(self, leaves: dict[Key, Any]) -> TensorDictBase:
         masks = [value for key, value in leaves.items() if key[-1] == "_reset"]
-        if self._root is not None and any(not bool(mask.all()) for mask in masks):
-            # Only a part of the row's own batch is reset: the rest of it stays as it is.
+        nested = any(key[-1] == "_reset" and len(key) > 1 for key in leaves)
+        if self._root is not None and (nested or any(not bool(mask.all()) for mask in masks)):
+            # Only a part of the row is reset, and may have been left out by the caller: the rest stays as it is.
             leaves = {**{key: self._root.get(_td_key(key), None) for key, *_ in self._outputs[ROOT]}, **leaves}
         return self._tensordict(leaves)
 

@@ -18,7 +18,7 @@ from torchrl._utils import seed_generator
 from torchrl.data.utils import DEVICE_TYPING
 from torchrl.envs import batched_envs as reference
 from torchrl.envs.common import EnvBase
-from torchrl.envs.utils import _aggregate_end_of_traj
+from torchrl.envs.utils import _aggregate_end_of_traj, _terminated_or_truncated, _update_during_reset
 
 from shoal.engine.pool import DEFAULT_TIMEOUT
 from shoal.engine.protocol import Opcode, ResetInput
@@ -430,7 +430,21 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
             return tensordict_reset
         for key in self.reset_keys:
             tensordict.pop(key, None)
-        return tensordict.update(tensordict_reset)
+        results: Results = self.__dict__["_results"]
+        return results.merged(tensordict, tensordict_reset)
+
+    def _skip_tensordict(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self._started()
+        results: Results = self.__dict__["_results"]
+        return results.read(NEXT, None, [], tensordict)
+
+    @property
+    def _step_mdp(self) -> Callable[[TensorDictBase], TensorDictBase]:
+        """What takes a step's result to the root of the following step. Where rows differ, each has keys of its own."""
+        session: Session | None = self.__dict__["_session"]
+        if session is None or session.alike:
+            return super()._step_mdp  # type: ignore[no-any-return]
+        return self.__dict__["_results"].advance  # type: ignore[no-any-return]
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         session, results = self._started(), self.__dict__["_results"]
@@ -496,10 +510,22 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         preset = tensordict.get("next", None)
         if preset is not None:
             following.update(preset.exclude(*following.keys(True, True)))
-        root = self._root_of(tensordict)
         tensordict.pop("_step", None)
         tensordict.set("next", following)
-        return tensordict, root.update(fresh)
+        if results.whole_rows or places is not None:
+            return tensordict, results.merged(self._root_of(tensordict), fresh)
+        return tensordict, self._root_in_parts(tensordict, fresh)
+
+    def _root_in_parts(self, tensordict: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
+        """The root where parts of a row (agents, entries of its own batch) may be done alone: the parts that were reset
+        forget the action, as they do in a single environment."""
+        results, roots = self.__dict__["_results"], []
+        for part, fresh_part, row in zip(tensordict.unbind(0), fresh.unbind(0), results.rows, strict=True):
+            root = results.root_of_row(part, row)
+            done = _terminated_or_truncated(root, full_done_spec=self.output_spec["full_done_spec"][0], key="_reset")
+            fresh_part = fresh_part.copy()
+            roots.append(_update_during_reset(fresh_part, root, self.reset_keys) if done else root.update(fresh_part))
+        return results.stack(roots)
 
     def _root_of(self, tensordict: TensorDictBase) -> TensorDictBase:
         """What of a step's input goes on to the following step: everything but next, masks, rewards and dones."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from shoal.drivers.torchrl import as_tensor
 from shoal.engine.protocol import StepInput
-from shoal.engine.schema import ACTION, INPUT, NEXT, ROOT, Key, Leaf
+from shoal.engine.schema import ACTION, DONE, INPUT, NEXT, ROOT, Key, Leaf
 from shoal.envs.session import Session
 
 Values = dict[int, Any] | None
@@ -76,6 +77,9 @@ class Results:
             area: [(name, buffer) for _, name, buffer, _ in leaves if buffer is not None]
             for area, leaves in self._leaves.items()
         }
+        done = [leaf for leaf in first.leaves if leaf.role == DONE]
+        self.whole_rows = len({leaf.key[:-1] for leaf in done}) == 1 and all(prod(leaf.shape) == 1 for leaf in done)
+        """Whether a row is done as a whole, if it is."""
         self._row_buffers: dict[tuple[int, str, Key], torch.Tensor] = {}
 
     def _batch_buffer(self, area: str, key: Key, leaf: Leaf) -> torch.Tensor | None:
@@ -235,7 +239,7 @@ class Results:
             row = self.rows[place]
             for key in self._session.rows[row].schema.by_area[NEXT]:
                 value = parts[place].get(td_key(key), None)
-                if value is not None and self._session.rows[row].schema.by_area[NEXT][key].role != "done":
+                if value is not None and self._session.rows[row].schema.by_area[NEXT][key].role != DONE:
                     given.setdefault(row, StepInput()).carried[key] = value
 
     # What a command gave.
@@ -259,7 +263,7 @@ class Results:
             return self.build(source)
         parts = rest.unbind(0) if rest is not None else [None] * len(self.rows)
         took_part = set(range(len(self.rows)) if positions is None else positions)
-        return self._stack(
+        return self.stack(
             self._row_result(row, area, values, parts[place] if place not in took_part else None, place in took_part)
             for place, row in enumerate(self.rows)
         )
@@ -275,7 +279,7 @@ class Results:
         rest: TensorDictBase | None,
     ) -> torch.Tensor:
         if buffer is None:
-            assert values is not None
+            values = values or {}
             some = [_tensor(values[row][area, key], leaf) for row in self.rows if row in values]
             if positions is None:
                 return torch.stack(some, 0)
@@ -333,7 +337,8 @@ class Results:
                 result.set(td_key(key), value)
         return result
 
-    def _stack(self, parts: Iterable[TensorDictBase]) -> TensorDictBase:
+    def stack(self, parts: Iterable[TensorDictBase]) -> TensorDictBase:
+        """The rows' TensorDicts as one of the batch."""
         rows = list(parts)
         stack = LazyStackedTensorDict.lazy_stack if self._lazy else LazyStackedTensorDict.maybe_dense_stack
         stacked: TensorDictBase = stack(rows, 0)
@@ -372,7 +377,7 @@ class Results:
                     value = buffer.clone() if buffer is not None else _tensor(self._session.latest[row].get(key), leaf)
                 source_row[key] = value
             rows.append(self._build_row(row, source_row))
-        return self._stack(rows)
+        return self.stack(rows)
 
     def _dense_latest(self, key: Key) -> torch.Tensor:
         roots = {leaf_key: (buffer, leaf) for leaf_key, _, buffer, leaf in self._leaves[ROOT]}
@@ -387,6 +392,30 @@ class Results:
             assert following is not None
             value[stepped] = following[stepped]
         return value if self.whole else value[self._index]
+
+    def advance(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """The root of the following step, from a step's result, where each row has keys of its own."""
+        parts = tensordict.unbind(0)
+        return self.stack(self.root_of_row(part, row) for part, row in zip(parts, self.rows, strict=True))
+
+    def root_of_row(self, part: TensorDictBase, row: int) -> TensorDictBase:
+        """The root of one row's following step, from its step's result."""
+        areas = self._session.rows[row].schema.by_area
+        dropped = [key for key, leaf in areas[NEXT].items() if leaf.role == DONE or key not in areas[ROOT]]
+        masks = [(*key[:-1], "_reset") for key, leaf in areas[NEXT].items() if leaf.role == DONE]
+        root = part.exclude("next", "_step", *map(td_key, dropped), *map(td_key, masks)).copy()
+        for key in areas[ROOT]:
+            value = part.get(("next", *key), None)
+            if value is not None:
+                root.set(td_key(key), value)
+        return root
+
+    def merged(self, base: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
+        """``base`` with the entries of ``fresh``: written to it, or a new stack where rows have shapes of their own."""
+        if not isinstance(base, LazyStackedTensorDict) and not isinstance(fresh, LazyStackedTensorDict):
+            return base.update(fresh)
+        pairs = zip(base.unbind(0), fresh.unbind(0), strict=True)
+        return self.stack(part.copy().update(change) for part, change in pairs)
 
     def build(self, source: dict[Key, torch.Tensor]) -> TensorDictBase:
         """A TensorDict of the batch with these leaves."""
