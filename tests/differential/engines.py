@@ -122,10 +122,13 @@ def _shoal_serial(case: Case) -> EnvBase:
     return SerialEnv(len(case.factories), case.create_env_fn)
 
 
-def _shoal_parallel(case: Case, **options: Any) -> EnvBase:
+def _shoal_parallel(case: Case, processes: int | None = None, **options: Any) -> EnvBase:
     from shoal import ParallelEnv
 
-    return ParallelEnv(len(case.factories), case.create_env_fn, **options)
+    rows = len(case.factories)
+    if processes is not None:
+        options["processes"] = min(processes, rows)
+    return ParallelEnv(rows, case.create_env_fn, **options)
 
 
 def _wrapped(case: Case) -> Factory | list[Factory]:

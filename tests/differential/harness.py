@@ -212,6 +212,7 @@ class PlainLoop:
         return list(self.envs[0].reset_keys)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        seed = int(seed)  # Gymnasium takes no NumPy integer; the batched classes take any
         for env in self.envs:
             env.set_seed(seed)
             seed = seed if static_seed else seed_generator(seed)

@@ -422,7 +422,10 @@ GYM_ZOO: dict[str, ZooCase] = {
             action=spaces.Dict({"steer": spaces.Box(-1.0, 1.0, (2,), np.float32), "gear": spaces.Discrete(3)}),
         )
     ),
-    "action_dict_one": ZooCase(_sampled(action=spaces.Dict({"steer": spaces.Box(-1.0, 1.0, (2,), np.float32)}))),
+    "action_dict_one": ZooCase(
+        _sampled(action=spaces.Dict({"steer": spaces.Box(-1.0, 1.0, (2,), np.float32)})),
+        wrapper_fault="hands the env the bare array where its space says a dict",
+    ),
     "action_tuple": ZooCase(_sampled(action=spaces.Tuple((_box((2,), np.float32), _box((2,), np.float32))))),
     "action_masked": ZooCase(MaskedActionEnv),
     # habits

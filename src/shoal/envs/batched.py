@@ -428,15 +428,48 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
     def _reset_proc_data(self, tensordict: TensorDictBase | None, tensordict_reset: TensorDictBase) -> TensorDictBase:
         if tensordict is None:
             return tensordict_reset
+        results: Results = self.__dict__["_results"]
+        masks = [mask for key in self.reset_keys if (mask := tensordict.get(key, None)) is not None]
+        if masks and not results.whole_rows and not all(bool(mask.all()) for mask in masks):
+            pairs = zip(tensordict.unbind(0), tensordict_reset.unbind(0), strict=True)
+            return results.stack(self._reset_in_parts(given.clone(), fresh) for given, fresh in pairs)
         for key in self.reset_keys:
             tensordict.pop(key, None)
-        results: Results = self.__dict__["_results"]
         return results.merged(tensordict, tensordict_reset)
 
-    def _skip_tensordict(self, tensordict: TensorDictBase) -> TensorDictBase:
-        self._started()
-        results: Results = self.__dict__["_results"]
-        return results.read(NEXT, None, [], tensordict)
+    def _reset_in_parts(self, given: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
+        """One row's result where parts of it may have been reset alone: see `_root_in_parts`."""
+        if any(bool(mask.any()) for key in self.reset_keys if (mask := given.get(key, None)) is not None):
+            return _update_during_reset(fresh, given, self.reset_keys).update(fresh)
+        return given.exclude(*self.reset_keys).update(fresh)
+
+    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Steps the sub-environments.
+
+        Args:
+            tensordict: of the batch's size, with the actions. A mask under ``"_step"`` picks the rows that move; the
+                others' next repeats the input's values, with zeros where it has none. Leaves in its ``"next"`` reach
+                the sub-environments whose specs know them, and stay in the result where they do not.
+
+        Returns:
+            The input with ``"next"`` set.
+
+        Raises:
+            RuntimeError: an action is missing or has the wrong shape.
+        """
+        self._assert_tensordict_shape(tensordict)
+        session, results = self._started(), self.__dict__["_results"]
+        if results.fast and results.write_plain_input(tensordict):
+            session.run(Opcode.STEP)
+            tensordict._tensordict["next"] = results.plain(results.read_plain(NEXT))
+            return tensordict
+        preset = tensordict.get("next", None)
+        following = self._step(tensordict)
+        mask = tensordict.get("_step", None)
+        if mask is not None and not mask.any():
+            tensordict.pop("_step")
+        tensordict.set("next", results.completed(following, preset))
+        return tensordict
 
     @property
     def _step_mdp(self) -> Callable[[TensorDictBase], TensorDictBase]:
@@ -474,9 +507,6 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         picked: list[int] = rows[:, 0].nonzero().flatten().tolist()
         return picked
 
-    def _step_proc_data(self, next_tensordict_out: TensorDictBase) -> TensorDictBase:
-        return next_tensordict_out  # each sub-environment has completed its own
-
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """Steps, and resets the rows that are done, in one exchange with the workers.
 
@@ -508,10 +538,8 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
             following = results.read(NEXT, values, places, rest)
             fresh = results.read(ROOT, values, places, rest)
         preset = tensordict.get("next", None)
-        if preset is not None:
-            following.update(preset.exclude(*following.keys(True, True)))
         tensordict.pop("_step", None)
-        tensordict.set("next", following)
+        tensordict.set("next", results.completed(following, preset))
         if results.whole_rows or places is not None:
             return tensordict, results.merged(self._root_of(tensordict), fresh)
         return tensordict, self._root_in_parts(tensordict, fresh)

@@ -410,6 +410,15 @@ class Results:
                 root.set(td_key(key), value)
         return root
 
+    def completed(self, following: TensorDictBase, preset: TensorDictBase | None) -> TensorDictBase:
+        """A step's next with the entries that the caller had set in it beforehand and the step does not give."""
+        if preset is None:
+            return following
+        if not isinstance(following, LazyStackedTensorDict) and not isinstance(preset, LazyStackedTensorDict):
+            return following.update(preset.exclude(*following.keys(True, True)))
+        pairs = zip(following.unbind(0), preset.unbind(0), strict=True)
+        return self.stack(part.copy().update(more.exclude(*part.keys(True, True))) for part, more in pairs)
+
     def merged(self, base: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         """``base`` with the entries of ``fresh``: written to it, or a new stack where rows have shapes of their own."""
         if not isinstance(base, LazyStackedTensorDict) and not isinstance(fresh, LazyStackedTensorDict):
