@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
@@ -413,14 +413,15 @@ def _preset(shape: torch.Size, wanted: tuple[tuple[Key, tuple[int, ...]], ...], 
     return values
 
 
-class _Policy:
+class Playback:
     """A policy that plays given actions, whatever it sees."""
 
-    def __init__(self, actions: Sequence[tuple[int, TensorDictBase]]) -> None:
+    def __init__(self, actions: Iterable[TensorDictBase]) -> None:
         self.actions = iter(actions)
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return merge(tensordict, next(self.actions)[1])
+        row = next(self.actions)
+        return merge(tensordict, row) if tensordict.batch_dims else tensordict.copy().update(row)
 
 
 def _mask(engine: Engine, rows: Mask) -> Tensor:
@@ -513,7 +514,7 @@ def rollout_values(
             mine = list(itertools.islice(supply, command.steps))
             result = engine.rollout(
                 command.steps,
-                _Policy(mine),
+                Playback(action for _, action in mine),
                 tensordict=None if command.auto_reset else root,
                 auto_reset=command.auto_reset,
                 break_when_any_done=command.break_when_any_done,

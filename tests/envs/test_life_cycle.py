@@ -37,9 +37,10 @@ def test_start_and_close_are_errors_where_they_make_no_sense(kind: type) -> None
 
 @BOTH
 def test_a_batch_that_was_never_used_closes_without_an_error(kind: type) -> None:
+    before = children()
     env = kind(2, Counter)
     env.close()
-    assert not children()
+    assert set(children()) <= set(before)
 
 
 @BOTH
@@ -56,10 +57,11 @@ def test_specs_stay_readable_when_closed_and_the_next_use_starts_afresh(kind: ty
 
 @BOTH
 def test_with_closes(kind: type) -> None:
+    before = children()
     with kind(2, Counter) as env:
         env.reset()
     assert env.is_closed
-    assert not children()
+    assert set(children()) <= set(before)
 
 
 @BOTH

@@ -25,9 +25,9 @@ def driver_for(env: Any, row: int) -> Driver:
         return GymnasiumDriver(env, row)
     common = sys.modules.get("torchrl.envs.common")
     if common is not None and isinstance(env, common.EnvBase):
-        from shoal.drivers.torchrl import TorchRLDriver
+        from shoal.drivers.torchrl import GymWrapperDriver, TorchRLDriver, drives_natively
 
-        return TorchRLDriver(env, row)
+        return GymWrapperDriver(env, row) if drives_natively(env) else TorchRLDriver(env, row)
     raise TypeError(
         f"the factory of row {row} returned a {type(env).__module__}.{type(env).__qualname__}; "
         "expected a torchrl EnvBase or a gymnasium.Env"

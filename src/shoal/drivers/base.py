@@ -24,6 +24,7 @@ class Description:
         details: what only the face of that family understands (spaces, specs).
         text: the environment as text, for ``repr``.
         chains_seed: whether ``seed`` returns what torchrl's chain of seeds gives, so that a caller may compute it.
+        native: whether the driver works on arrays alone, so that no gradient can pass through it.
     """
 
     family: str
@@ -31,6 +32,7 @@ class Description:
     details: Any
     text: str
     chains_seed: bool
+    native: bool
 
 
 class Driver(ABC):

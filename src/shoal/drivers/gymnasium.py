@@ -393,6 +393,7 @@ class GymnasiumDriver(Driver):
         self, env: gymnasium.Env[Any, Any], row: int, *, categorical: bool = False, frame_skip: int = 1
     ) -> None:
         self.env = env
+        self._inner: Any = env
         self._row = row
         self._frame_skip = frame_skip
         observation, action = _plain_spaces(env, categorical)
@@ -404,14 +405,25 @@ class GymnasiumDriver(Driver):
         )
         self._seeds_by_reset = True
 
-    def describe(self) -> Description:
+    def schema(self) -> Schema:
+        """The leaves of the environment."""
         details = self._details
         leaves = [Leaf(key, ACTION, e.dtype, e.shape, e.kind not in _LOOSE) for key, e in self._action_leaves().items()]
         for key, encoding in details.observation.leaves().items():
             leaves.append(Leaf(key, OBSERVATION, encoding.dtype, encoding.shape, encoding.kind not in _LOOSE))
         leaves.append(Leaf(("reward",), REWARD, details.reward.dtype, details.reward.shape))
         leaves.extend(Leaf(key, DONE, "bool", (1,)) for key in DONE_KEYS)
-        return Description("gymnasium", Schema(tuple(leaves)), details, _text(self.env), chains_seed=True)
+        return Schema(tuple(leaves))
+
+    def as_wrapped(self) -> bool:
+        """Whether torchrl's wrapper takes all of the environment's spaces, so that nothing is an extension of ours."""
+        details = self._details
+        encodings = [*details.observation.leaves().values(), *self._action_leaves().values()]
+        lonely = details.action_key == () and len(self._action_leaves()) == 1
+        return not lonely and not any(np.any(encoding.start) for encoding in encodings)
+
+    def describe(self) -> Description:
+        return Description("gymnasium", self.schema(), self._details, _text(self.env), chains_seed=True, native=True)
 
     def _action_leaves(self) -> dict[Key, Encoding]:
         return self._details.action.leaves(self._details.action_key)
@@ -476,7 +488,7 @@ class GymnasiumDriver(Driver):
         return None
 
     def _reset(self, kwargs: dict[str, Any]) -> Any:
-        observation, _ = self.env.reset(**kwargs)
+        observation, _ = self._inner.reset(**kwargs)
         self._write_root(observation)
         done, terminated, truncated = self._root_flags
         done[0] = terminated[0] = truncated[0] = False
@@ -491,12 +503,12 @@ class GymnasiumDriver(Driver):
         return None
 
     def _step(self) -> tuple[Any, bool]:
-        observation, reward, terminated, truncated, _ = self.env.step(self._read_action())
+        observation, reward, terminated, truncated, _ = self._inner.step(self._read_action())
         if self._frame_skip > 1:
             for _ in range(self._frame_skip - 1):
                 if terminated or truncated:
                     break
-                observation, more, terminated, truncated, _ = self.env.step(self._read_action())
+                observation, more, terminated, truncated, _ = self._inner.step(self._read_action())
                 reward = reward + more
         done = bool(terminated or truncated)
         self._write_next(observation)
@@ -545,11 +557,11 @@ class GymnasiumDriver(Driver):
             try:
                 self._reset({"seed": seed})
             except TypeError:
-                if not hasattr(self.env, "seed"):
+                if not hasattr(self._inner, "seed"):
                     raise
                 self._seeds_by_reset = False
         if not self._seeds_by_reset:
-            self.env.seed(seed)
+            self._inner.seed(seed)
         return seed if static or seed is None else next_seed(seed)
 
     def state_dict(self) -> Any:

@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import gymnasium
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torchrl.data.tensor_specs import Composite, NonTensor, StackedComposite
-from torchrl.envs import TransformedEnv
+from torchrl.envs import GymEnv, GymWrapper, TransformedEnv
 from torchrl.envs.common import EnvBase, _EnvWrapper
 
 from shoal.drivers.base import Description, Driver, Messages
+from shoal.drivers.gymnasium import GymnasiumDriver
 from shoal.engine.errors import EnvError
 from shoal.engine.layout import Array
 from shoal.engine.protocol import ResetInput, StepInput
@@ -130,9 +132,8 @@ class TorchRLDriver(Driver):
         self._sent = False
 
     def describe(self) -> Description:
-        env = self.env
-        details = Details(env.specs.clone(), env.batch_size, env.device, bool(env._supports_set_state))
-        return Description("torchrl", schema_of(details.specs), details, _text(env), _chains_seed(env))
+        env, details = self.env, _details(self.env)
+        return Description("torchrl", schema_of(details.specs), details, _text(env), _chains_seed(env), native=False)
 
     def attach(self, schema: Schema, arrays: dict[str, dict[Key, Array]], *, sent: bool) -> None:
         self._sent = sent
@@ -267,25 +268,103 @@ class TorchRLDriver(Driver):
         self.env.load_state_dict(state, **kwargs)
 
     def set_attr(self, name: str, value: Any) -> None:
-        target: Any = self.env
-        while True:
-            if _defines(target, name):
-                setattr(target, name, value)
-                return
-            if isinstance(target, TransformedEnv):
-                target = target.base_env
-            elif isinstance(target, _EnvWrapper):
-                target = target._env
-            elif hasattr(target, "has_wrapper_attr") and target.has_wrapper_attr(name):
-                target.set_wrapper_attr(name, value)
-                return
-            else:
-                raise AttributeError(
-                    f"the environment of row {self._row} ({_text(self.env)}) has no attribute {name!r}"
-                )
+        set_where_defined(self.env, name, value, self._row)
 
     def close(self) -> None:
         self.env.close()
+
+
+class GymWrapperDriver(GymnasiumDriver):
+    """Drives a torchrl `GymEnv` or `GymWrapper` natively: the environment inside of it, with plain numpy writes.
+
+    Gives, bit for bit, what the wrapper would give; only for environments that `drives_natively` accepts.
+
+    Args:
+        env: the wrapper; the driver owns it.
+        row: its index in the batch, for messages.
+    """
+
+    def __init__(self, env: GymWrapper, row: int) -> None:
+        super().__init__(env._env, row, categorical=env._categorical_action_encoding, frame_skip=env.wrapper_frame_skip)
+        env.set_spec_lock_()
+        self.env = env
+        self._seeds_torch = False
+
+    def describe(self) -> Description:
+        details = _details(self.env)
+        return Description("torchrl", schema_of(details.specs), details, _text(self.env), chains_seed=True, native=True)
+
+    def attach(self, schema: Schema, arrays: dict[str, dict[Key, Array]], *, sent: bool) -> None:
+        super().attach(schema, arrays, sent=sent)
+        self._seeds_torch = sent
+
+    def seed(self, seed: int | None, static: bool) -> int | None:
+        if self._seeds_torch and seed is not None:
+            torch.manual_seed(seed)
+        return super().seed(seed, static)
+
+    def state_dict(self) -> Any:
+        return without_locks(self.env.state_dict())
+
+    def load_state_dict(self, state: Any, kwargs: dict[str, Any]) -> None:
+        self.env.load_state_dict(state, **kwargs)
+
+    def get_attr(self, path: tuple[str, ...]) -> Any:
+        return Driver.get_attr(self, path)
+
+    def set_attr(self, name: str, value: Any) -> None:
+        set_where_defined(self.env, name, value, self._row)
+
+
+_OWN_METHODS = ("_step", "_reset", "_set_seed", "read_obs", "read_reward", "read_done", "read_action")
+
+
+def drives_natively(env: EnvBase) -> bool:
+    """Whether an environment is exactly torchrl's own wrapper, with nothing overridden and no reader added."""
+    return (
+        type(env) in (GymEnv, GymWrapper)
+        and isinstance(env._env, gymnasium.Env)
+        and env.batch_size == ()
+        and (env.device is None or env.device.type == "cpu")
+        and not env.info_dict_reader
+        and not env.run_type_checks
+        and env._convert_actions_to_numpy
+        and not any(name in env.__dict__ for name in _OWN_METHODS)
+        and _spaces_agree(env)
+    )
+
+
+def _spaces_agree(env: GymWrapper) -> bool:
+    """Whether the wrapper's specs are what the spaces of the environment inside of it give."""
+    try:
+        inner = GymnasiumDriver(env._env, -1, categorical=env._categorical_action_encoding)
+    except TypeError:
+        return False
+    return inner.as_wrapped() and set(inner.schema().leaves) == set(schema_of(env.specs).leaves)
+
+
+def _details(env: EnvBase) -> Details:
+    return Details(env.specs.clone(), env.batch_size, env.device, bool(env._supports_set_state))
+
+
+def set_where_defined(env: Any, name: str, value: Any, row: int) -> None:
+    """Sets an attribute of the environment, or of one that it wraps: where it is defined.
+
+    Raises:
+        AttributeError: it is defined nowhere.
+    """
+    target = env
+    while not _defines(target, name):
+        if isinstance(target, TransformedEnv):
+            target = target.base_env
+        elif isinstance(target, _EnvWrapper):
+            target = target._env
+        elif hasattr(target, "has_wrapper_attr") and target.has_wrapper_attr(name):
+            target.set_wrapper_attr(name, value)
+            return
+        else:
+            raise AttributeError(f"the environment of row {row} ({_text(env)}) has no attribute {name!r}")
+    setattr(target, name, value)
 
 
 def _defines(target: Any, name: str) -> bool:

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from shoal.engine.channel import Channel, wait_for
@@ -17,8 +18,8 @@ from shoal.engine.memory import Block, NamedBlock
 from shoal.engine.protocol import Control
 from shoal.engine.rows import Builder
 from shoal.engine.signals import Signals, can_share_semaphores
-from shoal.engine.template import boot_worker, python_command
-from shoal.engine.worker import watch_parent, worker_main
+from shoal.engine.template import python_command
+from shoal.engine.worker import THREAD_VARIABLES, watch_parent, worker_main
 
 START_METHODS = ("forkserver", "spawn", "fork")
 
@@ -69,6 +70,107 @@ class Launcher(ABC):
         """Lets go of whatever was needed to start workers; kills those that still live."""
 
 
+class TemplateProcess:
+    """The parent's handle on a template process, see `shoal.engine.template`.
+
+    Args:
+        num_threads: threads of the numeric libraries in it and its workers.
+        fork: whether workers are forks of it (else fresh interpreters).
+    """
+
+    def __init__(self, num_threads: int, *, fork: bool) -> None:
+        self._launchers: dict[int, TemplateLauncher] = {}
+        ours, theirs = socket.socketpair()
+        code = "from shoal.engine.template import template_main; template_main()"
+        environment = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, str(num_threads))}
+        self._process = subprocess.Popen(
+            python_command(code, theirs.fileno(), os.getpid()), pass_fds=(theirs.fileno(),), env=environment
+        )
+        theirs.close()
+        self._channel = Channel(ours)
+        self.send({"path": sys.path, "argv": sys.argv, "num_threads": num_threads, "fork": fork})
+
+    def attach(self, launcher: TemplateLauncher, warm: Sequence[bytes]) -> None:
+        """Serves a launcher from now on, and imports what its factories need."""
+        self._launchers[id(launcher)] = launcher
+        self.send({"warm": list(warm), "path": sys.path})
+
+    def detach(self, launcher: TemplateLauncher) -> None:
+        """Serves a launcher no more."""
+        self._launchers.pop(id(launcher), None)
+
+    def send(self, request: Any, descriptors: Sequence[int] = ()) -> None:
+        """Sends a request; see `Template.run` for what it understands.
+
+        Raises:
+            OSError: the process is gone.
+        """
+        self._channel.send(request, 0, descriptors, self.patience)
+
+    def look(self, seconds: float) -> None:
+        """Takes in the news of all workers, waiting at most so long for any."""
+        wait_for(self._channel.sock, False, seconds)
+        while True:
+            try:
+                _, (news, (launcher, index), value) = self._channel.receive(_no_patience)
+            except BlockingIOError:
+                return
+            except (EOFError, OSError):
+                code = self.end(1.0)
+                for each in self._launchers.values():
+                    each.lost(code)
+                return
+            if launcher in self._launchers:
+                self._launchers[launcher].take(news, index, value)
+
+    def patience(self, sock: socket.socket, writing: bool) -> None:
+        """Waits for the process to read; gives up when it is gone."""
+        wait_for(sock, writing, 0.2)
+        if self._process.poll() is not None:
+            raise BrokenPipeError("the template process is gone")
+
+    def end(self, seconds: float) -> int:
+        """Waits for its end, and kills it if that takes longer; returns its exit code."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """Ends the process, and with it all of its workers."""
+        try:
+            self.send(None)
+        except OSError:
+            pass
+        self.end(0.5)
+        self._channel.close()
+
+
+_held: dict[tuple[int, bool], TemplateProcess] | None = None
+
+
+@contextmanager
+def hold_templates() -> Iterator[None]:
+    """Within this context all pools share their template processes, which live until it ends.
+
+    For programs that start many pools one after the other, such as tests: imports are done once. Modules are not
+    imported anew then, so changes to their source are not seen.
+    """
+    global _held
+    _held = {}
+    try:
+        yield
+    finally:
+        held, _held = _held, None
+        for template in held.values():
+            template.close()
+
+
 class TemplateLauncher(Launcher):
     """Starts workers through a template process: the default on Linux, and ``forkserver`` and ``spawn`` there.
 
@@ -82,63 +184,37 @@ class TemplateLauncher(Launcher):
     def __init__(self, control: Block, num_threads: int, warm: Sequence[bytes], *, fork: bool) -> None:
         super().__init__()
         self._control = control
-        ours, theirs = socket.socketpair()
-        code = "from shoal.engine.template import template_main; template_main()"
-        environment = dict(os.environ)
-        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
-            environment[name] = str(num_threads)
-        self._process = subprocess.Popen(
-            python_command(code, theirs.fileno(), os.getpid()), pass_fds=(theirs.fileno(),), env=environment
+        key = (num_threads, fork)
+        template = None if _held is None else _held.get(key)
+        self._template = (
+            template if template is not None and template.alive() else TemplateProcess(num_threads, fork=fork)
         )
-        theirs.close()
-        self._channel = Channel(ours)
-        setup = {"path": sys.path, "argv": sys.argv, "num_threads": num_threads, "warm": list(warm), "fork": fork}
-        self._channel.send(setup, patience=self._patience)
+        if _held is not None:
+            _held[key] = self._template
+        self._template.attach(self, warm)
 
     def launch(self, particulars: dict[str, Any], builders: Sequence[Builder]) -> Channel:
         ours, theirs = socket.socketpair()
         try:
-            self._channel.send(
-                {"index": particulars["index"]}, 0, (theirs.fileno(), self._control.descriptor), self._patience
-            )
+            request = {"launch": (id(self), particulars["index"])}
+            self._template.send(request, (theirs.fileno(), self._control.descriptor))
         finally:
             theirs.close()
         channel = Channel(ours)
         packed = [builder.pack() for builder in builders]
-        channel.send({**particulars, "builders": packed, "path": sys.path, "argv": sys.argv}, patience=self._patience)
+        boot = {**particulars, "builders": packed, "path": sys.path, "argv": sys.argv}
+        channel.send(boot, patience=self._template.patience)
         return channel
 
     def look(self, seconds: float = 0.0) -> None:
-        wait_for(self._channel.sock, False, seconds)
-        while self._process is not None:
-            try:
-                _, (news, index, value) = self._channel.receive(_no_patience)
-            except BlockingIOError:
-                return
-            except (EOFError, OSError):
-                self._lost()
-                return
-            (self.pids if news == "launched" else self.exitcodes)[index] = value
+        self._template.look(seconds)
 
-    def close(self) -> None:
-        try:
-            self._channel.send(None, patience=self._patience)
-        except OSError:
-            pass
-        try:
-            self._process.wait(0.5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._channel.close()
+    def take(self, news: str, index: int, value: int) -> None:
+        """Takes one piece of news from the template: a worker's process id, or its exit code."""
+        (self.pids if news == "launched" else self.exitcodes)[index] = value
 
-    def _lost(self) -> None:
+    def lost(self, code: int) -> None:
         """The template is gone, and with it all workers: the kernel saw to that."""
-        try:
-            code = self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
         for index in self.pids:
             self.exitcodes.setdefault(index, code)
         if not self.pids:
@@ -147,10 +223,10 @@ class TemplateLauncher(Launcher):
                 "started; see what it wrote to standard error"
             )
 
-    def _patience(self, sock: socket.socket, writing: bool) -> None:
-        wait_for(sock, writing, 0.2)
-        if self._process.poll() is not None:
-            raise BrokenPipeError("the template process is gone")
+    def close(self) -> None:
+        self._template.detach(self)
+        if _held is None or self._template not in _held.values():
+            self._template.close()
 
 
 class ForkLauncher(Launcher):
@@ -293,14 +369,3 @@ def default_start_method() -> str:
 
 def _no_patience(sock: socket.socket, writing: bool) -> None:
     raise BlockingIOError
-
-
-__all__ = [
-    "START_METHODS",
-    "ForkLauncher",
-    "Launcher",
-    "PortableLauncher",
-    "TemplateLauncher",
-    "boot_worker",
-    "default_start_method",
-]

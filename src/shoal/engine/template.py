@@ -91,11 +91,17 @@ class Template:
     def __init__(self, channel: Channel, parent: int) -> None:
         self._channel = channel
         self._parent = parent
-        self._children: dict[int, int] = {}
+        self._children: dict[int, tuple[int, int]] = {}
         self._fork = True
+        self._num_threads = 1
 
     def run(self) -> int:
-        """Serves until the parent says so, or is gone; ends the workers that are left."""
+        """Serves until the parent says so, or is gone; ends the workers that are left.
+
+        The first request is the setup. Then come ``{"warm": factories}``, to import what they need, and
+        ``{"launch": key}`` with the descriptors of a worker's channel and control block; the answers are
+        ``("launched", key, pid)`` and, at its end, ``("exited", key, code)``. None ends the template.
+        """
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_read, False)
         os.set_blocking(wake_write, False)
@@ -103,7 +109,9 @@ class Template:
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         try:
             _, setup = self._channel.receive()
-            self._prepare(setup)
+            sys.argv[:] = setup["argv"]
+            self._num_threads, self._fork = setup["num_threads"], setup["fork"]
+            limit_threads(self._num_threads)
             while os.getppid() == self._parent:
                 watched: list[Any] = [self._channel.sock, wake_read]
                 ready, _, _ = select.select(watched, [], [], _LOOK_SECONDS)
@@ -114,39 +122,42 @@ class Template:
                     _, request = self._channel.receive()
                     if request is None:
                         break
-                    self._launch(request, (wake_read, wake_write))
+                    if "warm" in request:
+                        self._warm(request)
+                    else:
+                        self._launch(request["launch"], (wake_read, wake_write))
         except (EOFError, OSError):
             pass
         finally:
             self._end_children()
         return 0
 
-    def _prepare(self, setup: dict[str, Any]) -> None:
-        sys.path[:] = setup["path"]
-        sys.argv[:] = setup["argv"]
-        limit_threads(setup["num_threads"])
-        self._fork = setup["fork"]
+    def _warm(self, request: dict[str, Any]) -> None:
+        sys.path[:] = request["path"]
         if not self._fork:
             return
-        for blob in setup["warm"]:
+        for blob in request["warm"]:
             try:
                 pickling.loads(blob)
             except Exception:
                 # The worker meets the same error when it builds the row, and reports it with the row's number.
                 continue
         _import_what_follows()
-        threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else threading.active_count()
-        if threading.active_count() > 1 or (threads > 1 and setup["num_threads"] == 1):
-            self._fork = False  # a fork copies no thread, but the locks they hold: take fresh interpreters
-            return
         gc.collect()
         gc.freeze()
 
-    def _launch(self, request: dict[str, Any], wake: tuple[int, int]) -> None:
+    def _may_fork(self) -> bool:
+        """A fork copies no thread, but the locks that they hold: with threads around, take fresh interpreters."""
+        if not self._fork or threading.active_count() > 1:
+            return False
+        # A numeric library told to use several threads has a pool of them, and knows what to do at a fork.
+        return self._num_threads > 1 or len(os.listdir("/proc/self/task")) == 1
+
+    def _launch(self, key: tuple[int, int], wake: tuple[int, int]) -> None:
         descriptor = self._channel.take_descriptor()
         control_descriptor = self._channel.take_descriptor()
         assert descriptor is not None and control_descriptor is not None
-        if self._fork:
+        if self._may_fork():
             pid = self._fork_worker(descriptor, control_descriptor, wake)
         else:
             code = "from shoal.engine.template import exec_main; exec_main()"
@@ -158,8 +169,8 @@ class Template:
             pid = process.pid
         os.close(descriptor)
         os.close(control_descriptor)
-        self._children[pid] = request["index"]
-        self._channel.send(("launched", request["index"], pid))
+        self._children[pid] = key
+        self._channel.send(("launched", key, pid))
 
     def _fork_worker(self, descriptor: int, control_descriptor: int, wake: tuple[int, int]) -> int:
         parent = os.getpid()

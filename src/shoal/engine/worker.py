@@ -17,12 +17,12 @@ from shoal.engine.protocol import Answer, Control, Flag, Opcode
 from shoal.engine.rows import Builder, RowGroup
 from shoal.engine.signals import Waiter
 
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
 def limit_threads(count: int) -> None:
     """Tells every numeric library how many threads to use: those still to be imported, and torch if it already is."""
-    for name in _THREAD_VARIABLES:
+    for name in THREAD_VARIABLES:
         os.environ[name] = str(count)
     torch = sys.modules.get("torch")
     if torch is not None:

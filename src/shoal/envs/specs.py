@@ -60,7 +60,7 @@ def row_specs(description: Description) -> RowSpecs:
         text=description.text,
         supports_set_state=details.supports_set_state,
         chains_seed=description.chains_seed,
-        native=False,
+        native=description.native,
     )
 
 
@@ -87,7 +87,7 @@ def _of_gymnasium(description: Description) -> RowSpecs:
         text=f"GymWrapper(env={description.text}, batch_size=torch.Size([]))",
         supports_set_state=False,
         chains_seed=description.chains_seed,
-        native=True,
+        native=description.native,
     )
 
 
