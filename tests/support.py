@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -56,6 +58,24 @@ def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
             return True
         time.sleep(0.01)
     return condition()
+
+
+def script(code: str) -> subprocess.Popen[str]:
+    """Starts a fresh interpreter that runs some code."""
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def ended(pids: list[int]) -> bool:
+    """Whether all these processes end within two seconds."""
+
+    def gone(pid: int) -> bool:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                return file.read().rsplit(")", 1)[1].split()[0] == "Z"
+        except OSError:
+            return True
+
+    return until(lambda: all(gone(pid) for pid in pids), 2.0)
 
 
 class Counter(gym.Env):

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
-from torchrl.envs import EnvBase
 
 from tests.differential.engines import ENGINES, Case, assert_same_face, check, rows_of
-from tests.differential.harness import Auto, Reset, Script, Seed, Step, Wrapped
+from tests.differential.harness import Auto, Reset, Script, Seed, Step
 from tests.zoo.gymnasium_envs import GYM_ZOO, CountingEnv, SampledEnv
 
-MINE = ("serial", "parallel", "grouped")
+MINE = ("serial", "grouped")
+ONE_PROCESS_A_ROW = ("box_float32", "dict_nested", "text_in_dict", "action_dict", "sequence_in_dict", "in_place")
 TORCHRL_PARALLEL = ("box_float64", "dict_nested", "multidiscrete_unequal", "text_in_dict", "both_ends")
 
 BY_MASK = frozenset({"partial reset by mask alone"})
@@ -58,6 +58,11 @@ def pairs(cases: dict[str, Case], engines: tuple[str, ...]) -> list[Any]:
 @pytest.mark.parametrize(("name", "engine"), pairs(CASES, MINE))
 def test_engine_gives_what_a_plain_loop_gives(name: str, engine: str) -> None:
     check(name, CASES[name], ENGINES[engine])
+
+
+@pytest.mark.parametrize("name", ONE_PROCESS_A_ROW)
+def test_one_process_a_row_gives_what_a_plain_loop_gives(name: str) -> None:
+    check(name, CASES[name], ENGINES["parallel"])
 
 
 @pytest.mark.parametrize(("name", "engine"), pairs(MULTI_TASK, MINE))
@@ -106,13 +111,10 @@ def test_one_row_and_many_rows(engine: str) -> None:
         check(f"{count} rows", Case(rows_of(GYM_ZOO["dict"], count), scripts={"rows": script}), ENGINES[engine])
 
 
-@pytest.mark.parametrize("engine", ["serial", "grouped"])
 @pytest.mark.parametrize("name", CASES)
-def test_specs_are_those_of_the_wrapped_envs(name: str, engine: str) -> None:
-    case = CASES[name]
-    wrapped = Case(tuple([Wrapped(case.factories[0])] * 3))
-    env: EnvBase = ENGINES[engine].build(case)
-    reference: EnvBase = ENGINES["torchrl-serial"].build(wrapped)
+def test_specs_are_those_of_the_wrapped_envs(name: str) -> None:
+    env = ENGINES["serial"].build(CASES[name])
+    reference = ENGINES["torchrl-serial"].build(CASES[name])
     try:
         assert_same_face(reference, env)
     finally:

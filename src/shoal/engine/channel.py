@@ -125,8 +125,9 @@ class Channel:
             try:
                 return attempt()
             except BlockingIOError:
-                patience(self.sock, writing)
+                pass
             except ConnectionResetError as error:
                 if writing:
                     raise
                 raise EOFError("the other end of the channel is closed") from error
+            patience(self.sock, writing)  # outside of the handler: what it raises has nothing to do with the stall
