@@ -4,13 +4,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types bench clean
+.PHONY: demo test fuzz lint types bench docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/ppo_cartpole.py
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# Differential fuzzing for as long as asked: make fuzz SECONDS=600
+SECONDS ?= 300
+fuzz: $(VENV)/.test
+	SHOAL_FUZZ_SECONDS=$(SECONDS) $(BIN)/python -m pytest tests/differential/test_fuzz.py --timeout 0 -x
+
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -41,6 +49,10 @@ $(VENV)/.dev: $(VENV)/.base
 
 $(VENV)/.bench: $(VENV)/.base
 	$(PIP) -e '.[benchmarks]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.base
+	$(PIP) -e '.[docs]'
 	touch $@
 
 clean:

@@ -26,7 +26,7 @@ from tensordict import (
 )
 from torch import Tensor
 from torchrl._utils import seed_generator
-from torchrl.data import NonTensor
+from torchrl.data import Composite, NonTensor
 from torchrl.envs import EnvBase, GymWrapper
 
 Mask = tuple[bool, ...]
@@ -249,6 +249,9 @@ class PlainLoop:
         for spec in (env.full_done_spec, env.full_observation_spec, env.full_reward_spec):
             absent = [key for key in spec.keys(True, True) if key not in row.keys(True, is_leaf=is_leaf)]
             present = [key for key in spec.keys(True, True) if key not in absent]
+            for level in spec.keys(True):
+                if isinstance(spec[level], Composite) and level not in following.keys(True):
+                    following.set(level, TensorDict(batch_size=spec[level].shape))
             following.update(row.select(*present).clone())
             for key in absent:
                 following.set(key, spec[key].zero())

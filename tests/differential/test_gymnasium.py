@@ -3,17 +3,50 @@
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from gymnasium import spaces
 
 from tests.differential.engines import ENGINES, Case, assert_same_face, check, rows_of
-from tests.differential.harness import Auto, Reset, Script, Seed, Step
+from tests.differential.harness import Auto, Reset, Script, Seed, Step, as_single, make_actions, rollout_values
 from tests.zoo.gymnasium_envs import GYM_ZOO, CountingEnv, SampledEnv
 
 MINE = ("serial", "grouped")
+GROUPED = (
+    "box_float32",
+    "box_float16",
+    "box_uint8",
+    "box_int64",
+    "box_0d",
+    "box_empty",
+    "discrete",
+    "multidiscrete_unequal",
+    "multibinary",
+    "dict",
+    "dict_state",
+    "tuple_in_dict",
+    "text",
+    "sequence",
+    "pixels",
+    "action_box_float64",
+    "action_discrete",
+    "action_multidiscrete_unequal",
+    "action_dict",
+    "action_tuple",
+    "action_masked",
+    "in_place_dict",
+    "both_ends",
+    "vector_reward",
+    "slow",
+    "reward_nan",
+    "one_step_episodes",
+)
 ONE_PROCESS_A_ROW = ("box_float32", "dict_nested", "text_in_dict", "action_dict", "sequence_in_dict", "in_place")
 TORCHRL_PARALLEL = ("box_float64", "dict_nested", "multidiscrete_unequal", "text_in_dict", "both_ends")
 
@@ -50,12 +83,14 @@ MULTI_TASK: dict[str, Case] = {
 }
 
 
-def pairs(cases: dict[str, Case], engines: tuple[str, ...]) -> list[Any]:
+def pairs(cases: Iterable[str], engines: tuple[str, ...]) -> list[Any]:
     """Test parameters: the engines of one case next to each other, so that the oracle runs once."""
     return [pytest.param(name, engine, id=f"{name}-{engine}") for name in cases for engine in engines]
 
 
-@pytest.mark.parametrize(("name", "engine"), pairs(CASES, MINE))
+@pytest.mark.parametrize(
+    ("name", "engine"), [pair for name in CASES for pair in pairs([name], MINE if name in GROUPED else ("serial",))]
+)
 def test_engine_gives_what_a_plain_loop_gives(name: str, engine: str) -> None:
     check(name, CASES[name], ENGINES[engine])
 
@@ -127,3 +162,23 @@ def test_specs_are_those_of_the_wrapped_envs(name: str) -> None:
 def test_any_integer_seeds(engine: str, kind: type) -> None:
     script: Script = [Seed(kind(17)), Reset(), Auto()]
     check("seeds", Case(rows_of(GYM_ZOO["box_float32"]), scripts={"seed": script}), ENGINES[engine])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("name", ["dict", "text"])
+def test_no_script_makes_a_worker_import_torch(name: str) -> None:
+    case = CASES[name]
+    env = ENGINES["grouped"].build(case)
+    specs = as_single(case.factories[0]())
+    actions = make_actions(case.factories, 30)
+    guilty = []
+    try:
+        for script_name, script in case.scripts.items():
+            rollout_values(env, script, actions, specs)
+            children = psutil.Process().children(recursive=True)
+            if any("libtorch" in Path(f"/proc/{child.pid}/maps").read_text() for child in children):
+                guilty.append(script_name)
+                break
+    finally:
+        env.close()
+    assert not guilty, f"torch was imported by a worker during {guilty}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -122,7 +123,7 @@ MULTI_TASK: dict[str, Case] = {
 }
 
 
-def pairs(cases: Any, engines: tuple[str, ...]) -> list[Any]:
+def pairs(cases: Iterable[str], engines: tuple[str, ...]) -> list[Any]:
     """Test parameters: the engines of one case next to each other, so that the oracle runs once."""
     return [pytest.param(name, engine, id=f"{name}-{engine}") for name in cases for engine in engines]
 

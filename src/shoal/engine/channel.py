@@ -16,7 +16,7 @@ from typing import Any
 from shoal.engine import pickling
 
 _HEADER = struct.Struct("<QQ")
-_DESCRIPTORS = 4
+MOST_DESCRIPTORS = 250
 
 Patience = Callable[[socket.socket, bool], None]
 """Called while a transfer stalls, with the socket and whether we write: waits a bounded time; raises to give up."""
@@ -111,7 +111,7 @@ class Channel:
         if len(view) != _HEADER.size or not hasattr(socket, "SCM_RIGHTS"):
             return self.sock.recv_into(view)
         # Only headers carry descriptors, and a header is always read in one piece of its own length.
-        room = socket.CMSG_SPACE(_DESCRIPTORS * array.array("i").itemsize)
+        room = socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
         count, ancillary, _, _ = self.sock.recvmsg_into([view], room)
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from shoal.engine.channel import Channel, wait_for
+from shoal.engine import pickling
+from shoal.engine.channel import MOST_DESCRIPTORS, Channel, wait_for
 from shoal.engine.memory import Block, NamedBlock
 from shoal.engine.protocol import Control
 from shoal.engine.rows import Builder
@@ -202,8 +203,14 @@ class TemplateLauncher(Launcher):
             theirs.close()
         channel = Channel(ours)
         packed = [builder.pack() for builder in builders]
-        boot = {**particulars, "builders": packed, "path": sys.path, "argv": sys.argv}
-        channel.send(boot, patience=self._template.patience)
+        descriptors = [descriptor for each in packed for descriptor in each.descriptors]
+        if len(descriptors) > MOST_DESCRIPTORS:
+            raise RuntimeError(
+                f"the factories share {len(descriptors)} pieces of memory with a worker, more than {MOST_DESCRIPTORS}"
+            )
+        counted = [(each.data, len(each.descriptors)) for each in packed]
+        boot = {**particulars, "builders": counted, "path": sys.path, "argv": sys.argv}
+        channel.send(boot, 0, descriptors, self._template.patience)
         return channel
 
     def look(self, seconds: float = 0.0) -> None:
@@ -307,7 +314,8 @@ class PortableLauncher(Launcher):
     def launch(self, particulars: dict[str, Any], builders: Sequence[Builder]) -> Channel:
         ours, theirs = socket.socketpair()
         theirs.set_inheritable(True)
-        arguments = (theirs, {**particulars, "path": sys.path}, [builder.pack() for builder in builders])
+        packed = [pickling.Cloudpickled(builder) for builder in builders]
+        arguments = (theirs, {**particulars, "path": sys.path}, packed)
         process = self._context.Process(
             target=_portable_main, args=(*arguments, self._signals, os.getpid()), name="shoal-worker"
         )
@@ -344,7 +352,7 @@ class PortableLauncher(Launcher):
 
 
 def _portable_main(
-    sock: socket.socket, particulars: dict[str, Any], builders: list[bytes], signals: Signals, parent: int
+    sock: socket.socket, particulars: dict[str, Any], builders: list[Builder], signals: Signals, parent: int
 ) -> None:
     sys.path[:] = particulars["path"]
     if hasattr(os, "getppid"):

@@ -147,7 +147,7 @@ class Pool:
         if method == "fork":
             return ForkLauncher(self._block)  # type: ignore[arg-type]
         factories = {id(builder.factory): builder.factory for builder in builders}
-        warm = [Builder(factory, {}).pack() for factory in list(factories.values())[:64]]
+        warm = [Builder(factory, {}).pack().data for factory in list(factories.values())[:64]]
         return TemplateLauncher(self._block, options.num_threads, warm, fork=method == "forkserver")  # type: ignore[arg-type]
 
     def attach(self, schemas: Sequence[Schema]) -> None:

@@ -23,9 +23,25 @@ class Builder(NamedTuple):
     factory: Callable[..., Any]
     kwargs: dict[str, Any]
 
-    def pack(self) -> bytes:
+    def pack(self) -> PackedBuilder:
         """The builder in a form that crosses a process."""
-        return pickling.dumps(tuple(self))
+        return PackedBuilder(*pickling.dumps_shared(tuple(self)))
+
+
+class PackedBuilder(NamedTuple):
+    """A builder on its way to a worker.
+
+    Attributes:
+        data: the builder, pickled.
+        descriptors: what goes with it: of this process.
+    """
+
+    data: bytes
+    descriptors: list[int]
+
+    def unpack(self) -> Builder:
+        """The builder, in the process that received it."""
+        return Builder(*pickling.loads_shared(self.data, self.descriptors))
 
 
 class RowGroup:
@@ -46,12 +62,12 @@ class RowGroup:
         self._drivers: dict[int, Driver] = {}
         self._broken: dict[int, str] = {}
 
-    def build(self, builders: Sequence[Builder | bytes]) -> Answer:
+    def build(self, builders: Sequence[Builder | PackedBuilder]) -> Answer:
         """Builds the environments; the answer's values are their descriptions."""
         answer = Answer()
         for row, builder in zip(self.rows, builders, strict=True):
             try:
-                factory, kwargs = pickling.loads(builder) if isinstance(builder, bytes) else builder
+                factory, kwargs = builder.unpack() if isinstance(builder, PackedBuilder) else builder
                 driver = driver_for(factory(**kwargs), row)
                 description: Description = driver.describe()
             except self._catch as error:

@@ -23,6 +23,7 @@ from shoal.engine import pickling
 from shoal.engine.channel import Channel
 from shoal.engine.memory import open_block
 from shoal.engine.protocol import Control
+from shoal.engine.rows import PackedBuilder
 from shoal.engine.worker import limit_threads, worker_main
 
 _PR_SET_PDEATHSIG = 1
@@ -48,6 +49,10 @@ def boot_worker(sock: socket.socket, control_descriptor: int) -> int:
     """Runs a worker whose particulars come over its own channel."""
     channel = Channel(sock)
     _, particulars = channel.receive()
+    builders = [
+        PackedBuilder(data, [channel.take_descriptor() or 0 for _ in range(count)])
+        for data, count in particulars["builders"]
+    ]
     sys.path[:] = particulars["path"]
     sys.argv[:] = particulars["argv"]
     _fresh_random_state()
@@ -59,7 +64,7 @@ def boot_worker(sock: socket.socket, control_descriptor: int) -> int:
     return worker_main(
         particulars["index"],
         particulars["rows"],
-        particulars["builders"],
+        builders,
         channel.sock,
         make_control,
         particulars["num_threads"],

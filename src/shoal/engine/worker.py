@@ -14,7 +14,7 @@ from typing import Any
 from shoal.engine.channel import Channel
 from shoal.engine.memory import open_block
 from shoal.engine.protocol import Answer, Control, Flag, Opcode
-from shoal.engine.rows import Builder, RowGroup
+from shoal.engine.rows import Builder, PackedBuilder, RowGroup
 from shoal.engine.signals import Waiter
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -46,7 +46,7 @@ class Worker:
         self._group = RowGroup(rows, remote=True)
         self._data: Any = None
 
-    def run(self, builders: Sequence[Builder | bytes]) -> None:
+    def run(self, builders: Sequence[Builder | PackedBuilder]) -> None:
         """Builds the environments, then serves commands until told to close or the parent is gone."""
         try:
             self._channel.send(self._group.build(builders))
@@ -98,7 +98,7 @@ class Worker:
 def worker_main(
     index: int,
     rows: Sequence[int],
-    builders: Sequence[Builder | bytes],
+    builders: Sequence[Builder | PackedBuilder],
     sock: socket.socket,
     make_control: Callable[[], Control],
     num_threads: int,

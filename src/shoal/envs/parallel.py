@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torchrl.envs import EnvCreator
 from torchrl.envs import batched_envs as reference
 from torchrl.envs.common import EnvBase
 
@@ -63,6 +66,9 @@ class ParallelEnv(BatchedEnv, metaclass=_SerialForSingle):
         method = self._mp_start_method
         if method is not None and method not in START_METHODS:
             raise ValueError(f"mp_start_method must be one of {', '.join(START_METHODS)}, found {method!r}")
+        for builder in builders:
+            if isinstance(builder.factory, EnvCreator) and builder.factory._share_memory:
+                _share(builder.factory._transform_state_dict)
         return Pool(
             builders,
             PoolOptions(
@@ -81,6 +87,15 @@ class ParallelEnv(BatchedEnv, metaclass=_SerialForSingle):
         if args and isinstance(args[0], int):
             return cls(*args, **kwargs)
         return cls(num_envs, *args, **kwargs)
+
+
+def _share(state: Any) -> None:
+    """Moves the tensors of a state to shared memory: what an `EnvCreator` promises to share among environments."""
+    if isinstance(state, torch.Tensor):
+        state.share_memory_()  # type: ignore[no-untyped-call]
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            _share(value)
 
 
 reference.ParallelEnv.register(ParallelEnv)
