@@ -47,7 +47,7 @@ def _presets() -> st.SearchStrategy[list[Command]]:
     return st.builds(lambda one, auto: [Step(preset=one, auto=auto)], preset, st.booleans())
 
 
-def segments(*, by_mask_alone: bool, until_all: bool) -> st.SearchStrategy[list[Command]]:
+def segments(*, by_mask_alone: bool, until_all: bool, rollouts: bool) -> st.SearchStrategy[list[Command]]:
     """Commands that make sense wherever a root is at hand."""
     choices: list[st.SearchStrategy[list[Command]]] = [
         _steps(auto=True),
@@ -61,19 +61,21 @@ def segments(*, by_mask_alone: bool, until_all: bool) -> st.SearchStrategy[list[
         st.builds(lambda rows: [Reset(), Auto(rows)], some),
         st.builds(lambda seed: [Seed(seed), Reset()], st.integers(0, 2**31 - 1)),
         st.builds(lambda seed: [Seed(seed, static=True), Reset()], st.integers(0, 2**31 - 1)),
-        st.builds(lambda steps, stop: [Rollout(steps, stop), Reset()], st.integers(1, 8), st.booleans()),
     ]
+    if rollouts:
+        choices.append(st.builds(lambda steps, stop: [Rollout(steps, stop), Reset()], st.integers(1, 8), st.booleans()))
     if by_mask_alone:
         choices.append(st.builds(lambda rows: [Reset(rows, carry=False)], some))
-    if until_all:
+    if until_all and rollouts:
         choices.append(st.just([Rollout(8, False, True), Reset()]))
     return st.one_of(*choices)
 
 
 @st.composite
-def scripts(draw: st.DrawFn, *, by_mask_alone: bool = True, until_all: bool = True) -> Script:
+def scripts(draw: st.DrawFn, *, by_mask_alone: bool = True, until_all: bool = True, rollouts: bool = True) -> Script:
     """A whole script: it seeds and resets first."""
-    parts = draw(st.lists(segments(by_mask_alone=by_mask_alone, until_all=until_all), min_size=1, max_size=6))
+    any_segment = segments(by_mask_alone=by_mask_alone, until_all=until_all, rollouts=rollouts)
+    parts = draw(st.lists(any_segment, min_size=1, max_size=6))
     return [Seed(draw(st.integers(0, 2**31 - 1))), Reset(), *itertools.chain.from_iterable(parts)]
 
 
@@ -214,7 +216,8 @@ def torchrl_cases(draw: st.DrawFn) -> Case:
     dynamic = any(-1 in leaf.shape for leaf in description.observations)
     nested = any(group.level for group in description.ends)
     rooted = any(not group.level for group in description.ends)
-    script = draw(scripts(by_mask_alone=rooted, until_all=not nested))
+    # TensorDict cannot stack steps of which some are ragged in next alone, so neither can anyone's rollout
+    script = draw(scripts(by_mask_alone=rooted, until_all=not nested, rollouts=not dynamic))
     return Case(rows_of(functools.partial(DescribedEnv, description)), dynamic=dynamic, scripts={"script": script})
 
 

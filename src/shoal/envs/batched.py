@@ -522,7 +522,7 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         """
         self._assert_tensordict_shape(tensordict)
         session, results = self._started(), self.__dict__["_results"]
-        if results.fast and results.write_plain_input(tensordict):
+        if results.fast and results.whole_rows and results.write_plain_input(tensordict):
             session.run(Opcode.STEP_AND_MAYBE_RESET)
             following, fresh = results.read_plain(NEXT), results.read_plain(ROOT)
             source, dropped = tensordict._tensordict, self.__dict__["_not_root"]
