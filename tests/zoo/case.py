@@ -20,8 +20,6 @@ class ZooCase:
         dynamic: some leaf has no fixed shape.
         non_tensor: some leaf is a string or another Python object.
         wrapper_fault: why torchrl cannot even wrap it (an entry of ``README.md``), or empty.
-        serial_fault: why torchrl's ``SerialEnv`` fails or gives other values than a plain loop, or empty.
-        parallel_fault: the same for torchrl's ``ParallelEnv``.
     """
 
     factory: Callable[..., Any]
@@ -29,8 +27,6 @@ class ZooCase:
     dynamic: bool = False
     non_tensor: bool = False
     wrapper_fault: str = ""
-    serial_fault: str = ""
-    parallel_fault: str = ""
 
     def __call__(self, **kwargs: Any) -> Any:
         return self.factory(**kwargs)

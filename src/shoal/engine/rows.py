@@ -9,6 +9,7 @@ from shoal.drivers import driver_for
 from shoal.drivers.base import Description, Driver
 from shoal.engine import pickling
 from shoal.engine.errors import EnvError, Fault
+from shoal.engine.isolation import isolated
 from shoal.engine.layout import Layout
 from shoal.engine.protocol import Answer, Opcode
 from shoal.engine.schema import Schema
@@ -22,6 +23,10 @@ class Builder(NamedTuple):
 
     factory: Callable[..., Any]
     kwargs: dict[str, Any]
+
+    def isolated(self) -> Builder:
+        """The builder as its row gets it where it stays in this process."""
+        return Builder(isolated(self.factory), self.kwargs)
 
     def pack(self) -> PackedBuilder:
         """The builder in a form that crosses a process."""
@@ -67,8 +72,8 @@ class RowGroup:
         answer = Answer()
         for row, builder in zip(self.rows, builders, strict=True):
             try:
-                factory, kwargs = builder.unpack() if isinstance(builder, PackedBuilder) else builder
-                driver = driver_for(factory(**kwargs), row)
+                own = builder.unpack() if isinstance(builder, PackedBuilder) else builder.isolated()
+                driver = driver_for(own.factory(**own.kwargs), row)
                 description: Description = driver.describe()
             except self._catch as error:
                 answer.faults.append(self._fault(row, Opcode.BUILD, error))

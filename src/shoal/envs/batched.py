@@ -221,15 +221,21 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         if self.is_closed:
             self.start()
         session: Session = self.__dict__["_session"]
-        if getattr(session.engine, "closed", False):
-            self.is_closed = True
-            self.__dict__["_session"] = self.__dict__["_results"] = None
-            return self._started()
         return session
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the environment is not started: never used yet, closed, or ended by a fault."""
+        session: Session | None = self.__dict__.get("_session")
+        return not self.__dict__.get("_in_use", False) or session is None or session.closed
+
+    @is_closed.setter
+    def is_closed(self, value: bool) -> None:
+        self.__dict__["_in_use"] = not value
 
     def _viewed(self) -> Session:
         session: Session | None = self.__dict__["_session"]
-        if session is None or session.closed or getattr(session.engine, "closed", False):
+        if session is None or session.closed:
             raise RuntimeError(
                 "this is a view of rows of an environment, and it or the environment has been closed: take a new view"
             )
@@ -244,7 +250,7 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         if not self.is_closed:
             raise RuntimeError("the environment is started already")
         session = self.__dict__["_session"]
-        if session is None or session.closed or getattr(session.engine, "closed", False):
+        if session is None or session.closed:
             self._open()
         if self.num_threads is not None:
             self._threads_before = torch.get_num_threads()
@@ -343,7 +349,7 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state.update(dict.fromkeys(_UNTIL_USED))
-        state.update(is_closed=True, _threads_before=None, _collector=None)
+        state.update(_in_use=False, _threads_before=None, _collector=None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

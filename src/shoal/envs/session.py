@@ -52,7 +52,11 @@ class Session:
         Raises:
             Exception: what a sub-environment raised; the other rows' results are kept.
         """
-        answer: Answer | None = self.engine.execute(opcode, rows, given)
+        try:
+            answer: Answer | None = self.engine.execute(opcode, rows, given)
+        except BaseException:
+            self.closed = self.closed or getattr(self.engine, "closed", False)
+            raise
         failed = {fault.row for fault in answer.faults} if answer is not None else ()
         if opcode in _MOVES:
             stepped = opcode == Opcode.STEP
