@@ -250,8 +250,9 @@ class PlainLoop:
             absent = [key for key in spec.keys(True, True) if key not in row.keys(True, is_leaf=is_leaf)]
             present = [key for key in spec.keys(True, True) if key not in absent]
             for level in spec.keys(True):
-                if isinstance(spec[level], Composite) and level not in following.keys(True):
-                    following.set(level, TensorDict(batch_size=spec[level].shape))
+                node = spec[level]
+                if isinstance(node, Composite) and node.data_cls is None and level not in following.keys(True):
+                    following.set(level, TensorDict(batch_size=node.shape))
             following.update(row.select(*present).clone())
             for key in absent:
                 following.set(key, spec[key].zero())

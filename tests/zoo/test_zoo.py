@@ -11,7 +11,7 @@ import pytest
 import torch
 from torchrl.envs import check_env_specs
 
-from tests.differential.harness import Auto, Reset, Seed, as_single, assert_same_traces, plain_loop
+from tests.differential.harness import Auto, Reset, Script, Seed, as_single, assert_same_traces, plain_loop
 from tests.zoo.gymnasium_envs import GYM_ZOO
 from tests.zoo.torchrl_envs import TORCHRL_ZOO
 
@@ -32,7 +32,7 @@ def test_specs_hold(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.deterministic])
 def test_a_seed_and_actions_determine_all_values(name: str) -> None:
-    script = [Seed(9), Reset(), *[Auto()] * 9]
+    script: Script = [Seed(9), Reset(), *[Auto()] * 9]
     first, second = (plain_loop([pickle.loads(pickle.dumps(CASES[name]))] * 2, script) for _ in range(2))
     assert_same_traces(first, second)
     ends = [bool(entry.values["result"]["next"].get(key).any()) for entry in first.entries[2:] for key in _ends(name)]

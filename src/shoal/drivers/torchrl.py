@@ -160,18 +160,35 @@ class TorchRLDriver(Driver):
     def reset(self, given: ResetInput | None) -> Messages | None:
         leaves = None if given is None else given.leaves
         kwargs = {} if given is None else given.kwargs
-        tensordict = self._reset_input(leaves) if leaves else None
-        root = self.env.reset(tensordict, **kwargs)
+        root = self.env.reset(self._tensordict(leaves) if leaves else None, **kwargs)
+        if leaves and self._root is not None:
+            root = self._completed(root, leaves)
         self._root = root
         return self._write(ROOT, root)
 
-    def _reset_input(self, leaves: dict[Key, Any]) -> TensorDictBase:
-        masks = [value for key, value in leaves.items() if key[-1] == "_reset"]
-        nested = any(key[-1] == "_reset" and len(key) > 1 for key in leaves)
-        if self._root is not None and (nested or any(not bool(mask.all()) for mask in masks)):
-            # Only a part of the row is reset, and may have been left out by the caller: the rest stays as it is.
-            leaves = {**{key: self._root.get(_td_key(key), None) for key, *_ in self._outputs[ROOT]}, **leaves}
-        return self._tensordict(leaves)
+    def _completed(self, root: TensorDictBase, leaves: dict[Key, Any]) -> TensorDictBase:
+        """The root after a reset, with the row's own latest values in the parts that were not reset.
+
+        A mask may pick some entries or agents of the row only. What the caller carries for the others is in the result
+        already; what it left out, torchrl fills with zeros, or leaves out too.
+        """
+        masks = {key[:-1]: mask for key, mask in leaves.items() if key[-1] == "_reset"}
+        if () in masks:
+            masks = {(): masks[()]}
+        if not masks or (() in masks and bool(masks[()].all())):
+            return root
+        assert self._root is not None
+        for key, name, _, _ in self._outputs[ROOT]:
+            old, new = self._root.get(name, None), root.get(name, None)
+            if key in leaves or old is None:
+                continue
+            above = [mask for prefix, mask in masks.items() if key[: len(prefix)] == prefix]
+            if new is None or not above:
+                root.set(name, old)
+            elif isinstance(new, torch.Tensor) and new.shape == old.shape:
+                mask = above[0].any(-1)
+                root.set(name, torch.where(mask.reshape(*mask.shape, *[1] * (new.ndim - mask.ndim)), new, old))
+        return root
 
     def step(self, given: StepInput | None) -> Messages | None:
         tensordict = self.env.step(self._step_input(given))

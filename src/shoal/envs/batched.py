@@ -422,7 +422,7 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         for place in places:
             schema = session.rows[rows[place]].schema
             leaves = None
-            if parts is not None:
+            if parts is not None and not session.rows[rows[place]].native:  # a Gymnasium reset reads no leaves
                 wanted = {**schema.by_area["input"], **schema.by_area[NEXT], **masks}
                 found = {key: parts[place].get(td_key(key), None) for key in wanted}
                 leaves = {key: _detached(value, self._parallel) for key, value in found.items() if value is not None}

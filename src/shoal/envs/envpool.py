@@ -125,7 +125,7 @@ class MultiThreadedEnv(EnvBase):  # type: ignore[misc]
         """Reads the task's spaces, for which no pool need be built."""
         spec = self._task_spec()
         with _quiet_spaces():
-            spaces = _Spaces(spec.observation_space, spec.action_space)
+            spaces = _Spaces(_unbounded(spec.observation_space), spec.action_space)
         description = GymnasiumDriver(spaces, 0, categorical=categorical).describe()
         details: Details = description.details
         action = details.action.encoding
@@ -454,7 +454,7 @@ class MultiThreadedEnv(EnvBase):  # type: ignore[misc]
         return raw
 
     def _remember(self, raw: dict[Key, Array], rows: Array | None) -> None:
-        """Keeps the rows' latest values. EnvPool never writes again to an array it gave, and no result may share one."""
+        """Keeps the rows' latest values. EnvPool never writes again to an array it gave; no result may share one."""
         if rows is None:
             self._latest = raw
             return
@@ -504,6 +504,22 @@ def _quiet_spaces() -> Iterator[None]:
         yield
 
 
+def _unbounded(space: Any) -> Any:
+    """A space without the bounds that EnvPool gives where it knows none.
+
+    Those are C++'s ``numeric_limits::min`` and ``max``; for floats the former is the smallest positive number, so that
+    EnvPool's own negative values lie outside.
+    """
+    if isinstance(space, gymnasium.spaces.Dict):
+        return gymnasium.spaces.Dict({name: _unbounded(child) for name, child in space.items()})
+    if not isinstance(space, gymnasium.spaces.Box) or not np.issubdtype(space.dtype, np.floating):
+        return space
+    limits = np.finfo(space.dtype)
+    low = np.where(space.low == limits.tiny, -np.inf, space.low)
+    high = np.where(space.high == limits.max, np.inf, space.high)
+    return gymnasium.spaces.Box(low, high, space.shape, space.dtype)  # type: ignore[arg-type]
+
+
 def _sources(plan: Plan, key: Key = (), path: tuple[Any, ...] = ()) -> Iterable[tuple[Key, tuple[Any, ...]]]:
     """Of each leaf: its key, and the names that lead to it in EnvPool's observation."""
     if plan.encoding is not None:
@@ -517,7 +533,8 @@ def _encode(encoding: Encoding, array: Array, key: Key) -> torch.Tensor:
     """The tensor of one leaf, ``[rows, *encoding.shape]``, in memory of its own."""
     count, dtype = len(array), getattr(torch, encoding.dtype)
     if encoding.kind == ARRAY:
-        return torch.from_numpy(array).to(dtype, copy=True).reshape(count, *encoding.shape)
+        value: torch.Tensor = torch.from_numpy(array).to(dtype, copy=True)
+        return value.reshape(count, *encoding.shape)
     index = torch.from_numpy(array).to(torch.int64, copy=True).reshape(count) - encoding.start
     if (index < 0).any() or (index >= encoding.sizes[0]).any():
         raise ValueError(f"observation {'.'.join(key)!r}: found {array.tolist()}, outside of {encoding.space}")
