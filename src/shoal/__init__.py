@@ -1,4 +1,4 @@
-"""Batched reinforcement-learning environments for PyTorch: `ParallelEnv` and `SerialEnv`.
+"""Batched reinforcement-learning environments for PyTorch: `ParallelEnv`, `SerialEnv` and `MultiThreadedEnv`.
 
 Importing this package loads neither torch nor Gymnasium; its names are resolved when they are used.
 """
@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.engine.errors import EnvError, WorkerDied, WorkerTimeout
-    from shoal.envs import ParallelEnv, SerialEnv
+    from shoal.envs import MultiThreadedEnv, ParallelEnv, SerialEnv
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "MultiThreadedEnv": "shoal.envs",
     "ParallelEnv": "shoal.envs",
     "SerialEnv": "shoal.envs",
     "EnvError": "shoal.engine.errors",
@@ -22,7 +23,7 @@ _HOMES = {
     "WorkerTimeout": "shoal.engine.errors",
 }
 
-__all__ = ["EnvError", "ParallelEnv", "SerialEnv", "WorkerDied", "WorkerTimeout"]
+__all__ = ["EnvError", "MultiThreadedEnv", "ParallelEnv", "SerialEnv", "WorkerDied", "WorkerTimeout"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from gymnasium import spaces
 
+from shoal.engine import launch
 from tests.differential.engines import ENGINES, Case, assert_same_face, check, rows_of
 from tests.differential.harness import Auto, Reset, Script, Seed, Step, as_single, make_actions, rollout_values
 from tests.zoo.gymnasium_envs import GYM_ZOO, CountingEnv, SampledEnv
@@ -166,7 +167,8 @@ def test_any_integer_seeds(engine: str, kind: type) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("name", ["dict", "text"])
-def test_no_script_makes_a_worker_import_torch(name: str) -> None:
+def test_no_script_makes_a_worker_import_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_held", None)  # the template that tests share has imported torch for others
     case = CASES[name]
     others = set(psutil.Process().children(recursive=True))
     env = ENGINES["grouped"].build(case)

@@ -350,23 +350,18 @@ class MultiThreadedEnv(EnvBase):  # type: ignore[misc]
             RuntimeError: an action is missing or has the wrong shape.
             ValueError: an action is outside of its discrete space.
         """
-        mask = tensordict.get("_step", None)
+        moved = self._rows(tensordict.get("_step", None), "_step")
         tensordict = self.step(tensordict)
         tensordict.pop("_step", None)
-        following = tensordict.get("next")
+        over = self._latest["done",].copy()
+        if moved is not None:
+            over[np.setdiff1d(np.arange(self.num_workers), moved)] = False
+        if over.any():
+            self._reset_rows(np.flatnonzero(over).astype(np.int32))
+        own = self._encoded(self._latest)
+        if moved is not None:
+            own = self._where(moved, own, tensordict.get("next"))
         root: TensorDictBase = self._step_mdp(tensordict)
-        over = following.get("done").reshape(-1)
-        if mask is not None:
-            over = over & mask.reshape(-1).to(over.device)
-        rows = over.nonzero().reshape(-1).cpu().numpy().astype(np.int32)
-        fresh: dict[Key, torch.Tensor] = {}
-        if len(rows):
-            fresh = self._encoded(self._reset_rows(rows))
-        keys = [*self._observations, *DONE_KEYS]
-        own = {key: following.get(td_key(key)).clone() for key in keys}
-        index = torch.from_numpy(rows).to(over.device, torch.int64)
-        for key, value in fresh.items():
-            own[key].index_copy_(0, index, value.to(over.device))
         return tensordict, root.update(self._result(own))
 
     def _rows(self, mask: torch.Tensor | None, name: str) -> Array | None:
@@ -517,7 +512,7 @@ def _unbounded(space: Any) -> Any:
     limits = np.finfo(space.dtype)
     low = np.where(space.low == limits.tiny, -np.inf, space.low)
     high = np.where(space.high == limits.max, np.inf, space.high)
-    return gymnasium.spaces.Box(low, high, space.shape, space.dtype)  # type: ignore[arg-type]
+    return gymnasium.spaces.Box(low, high, space.shape, space.dtype)
 
 
 def _sources(plan: Plan, key: Key = (), path: tuple[Any, ...] = ()) -> Iterable[tuple[Key, tuple[Any, ...]]]:
@@ -533,15 +528,15 @@ def _encode(encoding: Encoding, array: Array, key: Key) -> torch.Tensor:
     """The tensor of one leaf, ``[rows, *encoding.shape]``, in memory of its own."""
     count, dtype = len(array), getattr(torch, encoding.dtype)
     if encoding.kind == ARRAY:
-        value: torch.Tensor = torch.from_numpy(array).to(dtype, copy=True)
-        return value.reshape(count, *encoding.shape)
+        # Copied by numpy: torch shares a copy of this size out to threads, which costs more than it saves.
+        return torch.from_numpy(array.astype(encoding.dtype).reshape(count, *encoding.shape))
     index = torch.from_numpy(array).to(torch.int64, copy=True).reshape(count) - encoding.start
     if (index < 0).any() or (index >= encoding.sizes[0]).any():
         raise ValueError(f"observation {'.'.join(key)!r}: found {array.tolist()}, outside of {encoding.space}")
-    if encoding.kind == CATEGORICAL:
-        return index.to(dtype)
-    rows = torch.zeros(count, encoding.sizes[0], dtype=dtype)
-    return rows.scatter_(1, index[:, None], 1)
+    if encoding.kind == ONE_HOT:
+        index = torch.zeros(count, encoding.sizes[0], dtype=dtype).scatter_(1, index[:, None], 1)
+    result: torch.Tensor = index.to(dtype)
+    return result
 
 
 def _make_categorical(spec: Composite, encodings: dict[Key, Encoding]) -> None:
