@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import operator
-import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from typing import Any
 
-import gymnasium
-import gymnasium.vector
 import torch
 from tensordict import TensorDictBase, is_tensor_collection
 from torchrl._utils import seed_generator
@@ -20,17 +16,15 @@ from torchrl.envs import batched_envs as reference
 from torchrl.envs.common import EnvBase
 from torchrl.envs.utils import _aggregate_end_of_traj, _terminated_or_truncated, _update_during_reset
 
-from shoal.engine.pool import DEFAULT_TIMEOUT
 from shoal.engine.protocol import Opcode, ResetInput
 from shoal.engine.rows import Builder
 from shoal.engine.schema import NEXT, REWARD, ROOT
+from shoal.envs.arguments import Factory, checked_processes, default_timeout, factories_of_rows, kwargs_of_rows
 from shoal.envs.remote import RemoteAttributes
 from shoal.envs.results import Results, node_sizes, td_key
 from shoal.envs.session import Engine, Session
 from shoal.envs.specs import batch_specs
 from shoal.envs.views import Views
-
-Factory = Callable[..., Any]
 
 _UNTIL_USED = ("_session", "_results", "_view_of")
 
@@ -107,8 +101,8 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
                 f"{type(self).__name__} starts no processes: mp_start_method={mp_start_method!r} has no use"
             )
         self.num_workers = num_workers
-        self.create_env_fn, self._single_task = _factories(create_env_fn, num_workers)
-        self.create_env_kwargs = _kwargs_of_rows(create_env_kwargs, num_workers)
+        self.create_env_fn, self._single_task = factories_of_rows(create_env_fn, num_workers)
+        self.create_env_kwargs = kwargs_of_rows(create_env_kwargs, num_workers)
         self.share_individual_td = share_individual_td
         self.policy_proof = policy_proof
         self.num_threads = num_threads
@@ -117,13 +111,13 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         self.consolidate = consolidate
         self.daemon = daemon
         self.shutdown_timeout = float(shutdown_timeout)
-        self.step_timeout = _default_timeout() if step_timeout is None else float(step_timeout)
+        self.step_timeout = default_timeout() if step_timeout is None else float(step_timeout)
         self._share_memory = shared_memory
         self._memmap = memmap
         self._non_blocking = non_blocking
         self._mp_start_method = mp_start_method
         self._use_buffers = use_buffers
-        self._processes = _check_processes(processes, num_workers)
+        self._processes = checked_processes(processes, num_workers)
         self._asked_device = None if device is None else torch.device(device)
         self._threads_before: int | None = None
         self._seeds: list[Any] | None = None
@@ -658,53 +652,6 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
     def non_blocking(self) -> bool:
         """Whether copies between devices may be asynchronous; they are complete before a result is returned."""
         return self._non_blocking
-
-
-def _factories(create_env_fn: Factory | Sequence[Factory], count: int) -> tuple[list[Factory], bool]:
-    """The factory of each row, and whether they are all the same object."""
-    if _is_environment(create_env_fn):
-        raise TypeError(
-            f"create_env_fn is an environment ({type(create_env_fn).__name__}), not a factory: each row needs an "
-            "environment of its own. Pass a callable that builds one, such as lambda: GymEnv('CartPole-v1')"
-        )
-    if callable(create_env_fn):
-        return [create_env_fn] * count, True
-    factories = list(create_env_fn)
-    if len(factories) != count:
-        raise RuntimeError(f"create_env_fn has {len(factories)} factories for num_workers={count} sub-environments")
-    for row, factory in enumerate(factories):
-        if _is_environment(factory) or not callable(factory):
-            raise TypeError(
-                f"create_env_fn[{row}] is a {type(factory).__name__}: pass callables that each build an environment"
-            )
-    return factories, all(factory is factories[0] for factory in factories)
-
-
-def _is_environment(value: Any) -> bool:
-    return isinstance(value, (EnvBase, gymnasium.Env, gymnasium.vector.VectorEnv))
-
-
-def _kwargs_of_rows(kwargs: Any, count: int) -> list[dict[str, Any]]:
-    if kwargs is None:
-        return [{} for _ in range(count)]
-    if isinstance(kwargs, Mapping):
-        return [deepcopy(dict(kwargs)) for _ in range(count)]
-    if len(kwargs) != count:
-        raise RuntimeError(f"create_env_kwargs has {len(kwargs)} dicts for num_workers={count} sub-environments")
-    return [dict(each) for each in kwargs]
-
-
-def _check_processes(processes: int | None, count: int) -> int:
-    if processes is None:
-        return count
-    processes = operator.index(processes)
-    if not 1 <= processes <= count:
-        raise ValueError(f"processes must be between 1 and num_workers={count}, found {processes}")
-    return processes
-
-
-def _default_timeout() -> float:
-    return float(os.environ.get("BATCHED_PIPE_TIMEOUT", DEFAULT_TIMEOUT))
 
 
 def _detached(value: Any, parallel: bool) -> Any:
