@@ -19,6 +19,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "shoal"
         ("shoal.engine.pool", ("torch", "gymnasium")),
         ("shoal.engine.template", ("torch", "gymnasium")),
         ("shoal.drivers", ("torch", "gymnasium")),
+        ("shoal.drivers.spaces", ("torch",)),
         ("shoal.drivers.gymnasium", ("torch",)),
     ],
 )

@@ -13,7 +13,8 @@ from torchrl._utils import seed_generator
 from torchrl.envs import GymWrapper, check_env_specs
 
 from shoal import SerialEnv
-from shoal.drivers.gymnasium import next_seed, plan_space
+from shoal.drivers.gymnasium import next_seed
+from shoal.drivers.spaces import plan_space
 from tests.support import Counter
 
 

@@ -22,7 +22,8 @@ from torchrl.data.utils import DEVICE_TYPING
 from torchrl.envs.common import EnvBase
 from torchrl.envs.libs import envpool as reference
 
-from shoal.drivers.gymnasium import ARRAY, CATEGORICAL, DONE_KEYS, ONE_HOT, Details, Encoding, GymnasiumDriver, Plan
+from shoal.drivers.gymnasium import DONE_KEYS, Details, GymnasiumDriver
+from shoal.drivers.spaces import ARRAY, CATEGORICAL, ONE_HOT, Encoding, Plan
 from shoal.engine.layout import Array
 from shoal.engine.schema import Key
 from shoal.envs.results import td_key

@@ -14,7 +14,8 @@ from torchrl.envs.libs.gym import _gym_to_torchrl_spec_transform
 
 from shoal.drivers import torchrl as torchrl_driver
 from shoal.drivers.base import Description
-from shoal.drivers.gymnasium import ARRAY, Details, Plan
+from shoal.drivers.gymnasium import Details
+from shoal.drivers.spaces import ARRAY, Plan
 from shoal.engine.schema import Schema
 
 
