@@ -44,12 +44,23 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         device: where results live; ``None`` for the sub-environments' device.
         use_buffers: how leaves travel: ``None`` (default) by shared memory where their shape is fixed and by message
             elsewhere, ``False`` always by message; ``True`` like ``None``, with a warning where some leaf cannot.
-        shared_memory, memmap: whether buffers lie in shared memory (default) or in a file.
-        policy_proof, consolidate, non_blocking, metadata_from_workers, auto_wrap_envs: accepted; what they chose in
-            torchrl is no choice here (see docs/migrating.md).
+        shared_memory: whether buffers lie in anonymous shared memory (default).
+        memmap: whether buffers lie in a file on disk instead; pass ``shared_memory=False`` with it.
         num_threads: torch threads of this process while the environment is started; ``None`` leaves them alone.
-        num_sub_threads: threads of the numeric libraries in a worker.
-        mp_start_method, daemon, shutdown_timeout, processes, step_timeout: see `ParallelEnv`.
+        num_sub_threads: threads of the numeric libraries in a worker, set before an environment is built.
+        mp_start_method: how workers start, see `ParallelEnv`.
+        processes: how many workers carry the rows, see `ParallelEnv`.
+        step_timeout: seconds that one command may take, see `ParallelEnv`.
+        shutdown_timeout: seconds that workers have to close on their own before they are killed.
+        serial_for_single: ``ParallelEnv(1, ..., serial_for_single=True)`` returns a `SerialEnv`.
+        non_blocking: accepted; copies between devices are complete before a result is returned.
+        policy_proof: accepted, without effect, as in torchrl.
+        consolidate: accepted; messages are always packed in one block.
+        metadata_from_workers: accepted; specs always come from the workers.
+        auto_wrap_envs: accepted; lambdas always work.
+        daemon: accepted; workers always end with this process.
+        pin_memory: gone.
+        allow_step_when_done: gone.
 
     Raises:
         RuntimeError: a sequence of another length than N; ``shared_memory`` and ``memmap`` together.
