@@ -108,9 +108,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def as_tensor(array: Array, dtype: str) -> torch.Tensor:
-    """The tensor over an array's memory, of the leaf's own dtype."""
-    tensor = torch.from_numpy(array)
-    return tensor.view(torch.bfloat16) if dtype == _BFLOAT16 else tensor
+    """The tensor over an array's memory, of the leaf's own dtype; an ordinary one, also under ``inference_mode``."""
+    with torch.inference_mode(False):
+        tensor = torch.from_numpy(array)
+        return tensor.view(torch.bfloat16) if dtype == _BFLOAT16 else tensor
 
 
 class TorchRLDriver(Driver):
@@ -274,7 +275,7 @@ class TorchRLDriver(Driver):
     def seed(self, seed: int | None, static: bool) -> int | None:
         if self._sent and seed is not None:
             # Environments that draw from torch's own generator repeat too; nobody else uses it in this process.
-            torch.manual_seed(seed)
+            torch.manual_seed(seed % 2**63)
         following: int | None = self.env.set_seed(seed, static_seed=static)
         return following
 
@@ -317,7 +318,7 @@ class GymWrapperDriver(GymnasiumDriver):
 
     def seed(self, seed: int | None, static: bool) -> int | None:
         if self._seeds_torch and seed is not None:
-            torch.manual_seed(seed)
+            torch.manual_seed(seed % 2**63)
         return super().seed(seed, static)
 
     def state_dict(self) -> Any:

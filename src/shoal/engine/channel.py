@@ -38,6 +38,10 @@ def wait_for(sock: socket.socket, writing: bool, seconds: float | None) -> None:
         select.select([] if writing else sockets, sockets if writing else [], [], seconds)
 
 
+class UnreadableMessage(Exception):
+    """A value arrived whole, but does not unpickle here."""
+
+
 class Channel:
     """One end of a pipe.
 
@@ -64,7 +68,12 @@ class Channel:
         Raises:
             OSError: the other side is gone.
         """
-        data = pickling.dumps(value)
+        self.send_packed(pickling.dumps(value), sequence, descriptors, patience)
+
+    def send_packed(
+        self, data: bytes, sequence: int = 0, descriptors: Sequence[int] = (), patience: Patience = wait_forever
+    ) -> None:
+        """Sends a value that is pickled already; see `send`."""
         header = _HEADER.pack(len(data), sequence)
         if descriptors:
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
@@ -80,9 +89,14 @@ class Channel:
 
         Raises:
             EOFError: the other side is gone.
+            UnreadableMessage: the value does not unpickle; the channel is fine.
         """
         size, sequence = _HEADER.unpack(self._read(_HEADER.size, patience))
-        return sequence, pickling.loads(self._read(size, patience))
+        data = self._read(size, patience)
+        try:
+            return sequence, pickling.loads(data)
+        except Exception as error:
+            raise UnreadableMessage(f"{type(error).__name__}: {error}") from error
 
     def take_descriptor(self) -> int | None:
         """The next descriptor that came with a value, or None."""

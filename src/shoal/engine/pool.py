@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -14,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.drivers.base import Description
-from shoal.engine.channel import Channel, wait_for
-from shoal.engine.errors import WorkerDied, WorkerTimeout, raise_faults
+from shoal.engine import pickling
+from shoal.engine.channel import Channel, UnreadableMessage, wait_for
+from shoal.engine.errors import Fault, WorkerDied, WorkerTimeout, raise_faults
 from shoal.engine.launch import (
     ForkLauncher,
     Launcher,
@@ -94,6 +96,7 @@ class Pool:
         self._launcher: Launcher | None = None
         self._data: Any = None
         self._attached = False
+        self._busy = threading.Lock()
         self.closed = False
         self.descriptions: list[Description] = []
         self.arrays: dict[str, dict[Key, Array]] = {}
@@ -191,6 +194,21 @@ class Pool:
         """
         if self.closed:
             raise RuntimeError("the pool is closed")
+        if os.getpid() != self._owner:
+            raise RuntimeError(
+                f"this environment belongs to process {self._owner}, and this is a fork of it (process {os.getpid()}): "
+                "build an environment of its own here"
+            )
+        if not self._busy.acquire(False):
+            raise RuntimeError("the environment is in use by another thread at this moment: use it from one at a time")
+        try:
+            return self._execute(opcode, rows, given, timeout)
+        finally:
+            self._busy.release()
+
+    def _execute(
+        self, opcode: Opcode, rows: Sequence[int] | None, given: dict[int, Any] | None, timeout: float | None
+    ) -> Answer | None:
         if self._pending is not None:
             self._drain()
         self._sequence = sequence = self._sequence + 1
@@ -200,8 +218,10 @@ class Pool:
             workers, flags = self._address(rows), Flag.MASKED
             if not workers:
                 return None
+        packed: dict[int, bytes] = {}
         if given is not None:
             flags |= Flag.MESSAGE
+            packed = self._pack(given, workers, opcode)
         limit = self._options.step_timeout if timeout is None else timeout
         try:
             command, flag_bits = self._control.command, int(flags)
@@ -212,8 +232,8 @@ class Pool:
             ring = self._ring
             for worker in workers:
                 ring[worker]()
-            if given is not None:
-                self._send_given(given, workers, opcode, limit)
+            if packed:
+                self._send_given(packed, opcode, limit)
             self._pending = (sequence, workers, opcode)
         except BaseException:
             self.close(_LAST_GRACE)  # half a command: what workers make of it is not worth knowing
@@ -230,15 +250,32 @@ class Pool:
             mask[row] = 1
         return sorted({self._worker_of[row] for row in rows})
 
-    def _send_given(self, given: dict[int, Any], workers: list[int], opcode: Opcode, limit: float) -> None:
+    def _pack(self, given: dict[int, Any], workers: list[int], opcode: Opcode) -> dict[int, bytes]:
+        """Pickles the arguments of each worker's rows, before any worker hears of the command.
+
+        Raises:
+            TypeError: they cannot be pickled; nothing has happened.
+        """
+        packed = {}
+        for worker in workers:
+            part = {row: given[row] for row in self._groups[worker] if row in given}
+            try:
+                packed[worker] = pickling.dumps(part)
+            except Exception as error:
+                raise TypeError(
+                    f"what {opcode.command!r} was given for {_rows_in_words(list(part))} cannot be sent to a worker "
+                    f"process: {error}"
+                ) from error
+        return packed
+
+    def _send_given(self, packed: dict[int, bytes], opcode: Opcode, limit: float) -> None:
         deadline = time.monotonic() + limit
-        try:
-            for worker in workers:
-                part = {row: given[row] for row in self._groups[worker] if row in given}
+        for worker, data in packed.items():
+            try:
                 patience = self._patience(worker, opcode, deadline, limit)
-                self._channels[worker].send(part, self._sequence, (), patience)
-        except OSError:
-            self._check(workers, opcode, deadline, limit, expect_death=True)
+                self._channels[worker].send_packed(data, self._sequence, (), patience)
+            except OSError:
+                self._check([worker], opcode, deadline, limit, expect_death=True)
 
     def _wait_longer(self, sequence: int, workers: list[int], opcode: Opcode, limit: float) -> None:
         """Goes on waiting where the first look was not enough: sleeps in bounded pieces, looks after the workers."""
@@ -260,7 +297,12 @@ class Pool:
                     raise RuntimeError(f"shoal: worker {worker} answered command {answered} instead of {sequence}")
                 if flags:
                     answer = answer or Answer()
-                    message = self._receive(worker, opcode, time.monotonic() + limit, limit, sequence)
+                    try:
+                        message = self._receive(worker, opcode, time.monotonic() + limit, limit, sequence)
+                    except UnreadableMessage as error:
+                        rows = self._groups[worker]
+                        answer.faults.extend(Fault.capture(row, opcode.command, error, remote=False) for row in rows)
+                        continue
                     answer.values.update(message.values)
                     answer.faults.extend(message.faults)
         except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,11 @@ class Builder(NamedTuple):
 
     def isolated(self) -> Builder:
         """The builder as its row gets it where it stays in this process."""
-        return Builder(isolated(self.factory), self.kwargs)
+        try:
+            kwargs = copy.deepcopy(self.kwargs)
+        except Exception:  # something in them cannot be copied: the row has to do with what there is
+            kwargs = dict(self.kwargs)
+        return Builder(isolated(self.factory), kwargs)
 
     def pack(self) -> PackedBuilder:
         """The builder in a form that crosses a process."""

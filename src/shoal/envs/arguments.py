@@ -56,10 +56,17 @@ def kwargs_of_rows(kwargs: Any, count: int) -> list[dict[str, Any]]:
     if kwargs is None:
         return [{} for _ in range(count)]
     if isinstance(kwargs, Mapping):
-        return [deepcopy(dict(kwargs)) for _ in range(count)]
+        return [_copied(kwargs) for _ in range(count)]
     if len(kwargs) != count:
         raise RuntimeError(f"create_env_kwargs has {len(kwargs)} dicts for num_workers={count} sub-environments")
-    return [dict(each) for each in kwargs]
+    return [_copied(each) for each in kwargs]
+
+
+def _copied(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return deepcopy(dict(kwargs))
+    except Exception:  # something in them cannot be copied: it is shared, as torchrl shares a sequence of dicts
+        return dict(kwargs)
 
 
 def checked_processes(processes: int | None, count: int) -> int:

@@ -16,6 +16,7 @@ from torchrl.envs import batched_envs as reference
 from torchrl.envs.common import EnvBase
 from torchrl.envs.utils import _aggregate_end_of_traj, _terminated_or_truncated, _update_during_reset
 
+from shoal.engine import pickling
 from shoal.engine.protocol import Opcode, ResetInput
 from shoal.engine.rows import Builder
 from shoal.engine.schema import NEXT, REWARD, ROOT
@@ -143,6 +144,10 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
 
     def _open(self) -> Session:
         """Brings up the sub-environments, and with them the specs; that does not count as a start."""
+        with torch.inference_mode(False):
+            return self._open_ordinarily()
+
+    def _open_ordinarily(self) -> Session:
         builders = [
             Builder(factory, kwargs) for factory, kwargs in zip(self.create_env_fn, self.create_env_kwargs, strict=True)
         ]
@@ -354,11 +359,13 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state.update(dict.fromkeys(_UNTIL_USED))
+        state["create_env_fn"] = _Factories(state["create_env_fn"])
         state.update(_in_use=False, _threads_before=None, _collector=None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.__dict__["create_env_fn"] = state["create_env_fn"].factories
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(\n\tenv={self._dummy_env_str}, \n\tbatch_size={self.batch_size})"
@@ -663,6 +670,22 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
     def non_blocking(self) -> bool:
         """Whether copies between devices may be asynchronous; they are complete before a result is returned."""
         return self._non_blocking
+
+
+class _Factories:
+    """Factories on their way through pickle, which takes no lambdas."""
+
+    def __init__(self, factories: list[Factory]) -> None:
+        self.factories = factories
+
+    def __getstate__(self) -> bytes:
+        return pickling.dumps(self.factories)
+
+    def __setstate__(self, state: bytes) -> None:
+        self.factories = pickling.loads(state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Factories:
+        return _Factories(list(self.factories))
 
 
 def _detached(value: Any, parallel: bool) -> Any:

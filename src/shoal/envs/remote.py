@@ -44,7 +44,7 @@ class RemoteAttributes:
             raise ValueError(f"set_attr({name!r}) was given {len(values)} values for {count} sub-environments")
         self._forward(Opcode.SET_ATTR, [(name, value) for value in values])
 
-    def call(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def call(self, name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a method of each sub-environment and gives the N results."""
         return self._forward(Opcode.CALL, [(tuple(name.split(".")), args, kwargs)] * self.num_workers)
 

@@ -11,6 +11,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from shoal.drivers.torchrl import as_tensor
+from shoal.engine.pool import Pool
 from shoal.engine.protocol import StepInput
 from shoal.engine.schema import ACTION, DONE, INPUT, NEXT, ROOT, Key, Leaf
 from shoal.envs.session import Session
@@ -171,8 +172,13 @@ class Results:
 
     def _message(self, value: Any, row: int) -> Any:
         """A value on its way to a driver: one that works on arrays gets an array, so its worker needs no torch."""
-        if self._session.rows[row].native and isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor):
+            return value
+        if self._session.rows[row].native:
             return value.detach().cpu().numpy()
+        if isinstance(self._session.engine, Pool):
+            value = value.detach().cpu()
+            return value if type(value) is torch.Tensor else value.clone()  # a memory-mapped one does not travel
         return value
 
     def _input(self, value: Any, key: Key, leaf: Leaf) -> Any:
@@ -189,13 +195,22 @@ class Results:
                 f"the input's {'.'.join(key)!r} ({leaf.role}) has shape {tuple(value.shape)}: expected "
                 f"{tuple(expected)}, {len(self.rows)} rows of {tuple(leaf.shape)}"
             )
+        return self._converted(value, key, leaf)
+
+    @staticmethod
+    def _converted(value: Any, key: Key, leaf: Leaf) -> Any:
+        """A value of the leaf's own dtype.
+
+        Raises:
+            RuntimeError: it is of another kind (a float where an integer belongs).
+        """
         dtype = getattr(torch, leaf.dtype)
         if value.dtype != dtype and not torch.can_cast(value.dtype, dtype):
             raise RuntimeError(
                 f"the input's {'.'.join(key)!r} ({leaf.role}) has dtype {value.dtype}: expected {dtype}, and it does "
                 "not convert without loss of kind"
             )
-        return value
+        return value.to(dtype)
 
     def _latest(self, key: Key) -> torch.Tensor | None:
         """The rows' own values of a state that the caller left out, where they have any."""
@@ -218,6 +233,8 @@ class Results:
                 value = self._session.latest[row].get(key)
                 if value is None:
                     continue
+            if leaf.fixed or leaf.dtype != "object":
+                value = self._converted(value, key, leaf)
             buffer = self._row_buffer(row, INPUT, key, leaf)
             if buffer is None:
                 given.setdefault(row, StepInput()).leaves[key] = self._message(value, row)
@@ -237,6 +254,8 @@ class Results:
         parts = carried.unbind(0)
         for place in places:
             row = self.rows[place]
+            if self._session.rows[row].native:
+                continue  # a Gymnasium environment takes an action and nothing else
             for key in self._session.rows[row].schema.by_area[NEXT]:
                 value = parts[place].get(td_key(key), None)
                 if value is not None and self._session.rows[row].schema.by_area[NEXT][key].role != DONE:
@@ -297,7 +316,7 @@ class Results:
         if other is None or other.shape != value.shape:
             other = torch.zeros_like(value)
         mask = mask.reshape(-1, *[1] * (value.ndim - 1)).to(value.device)
-        return torch.where(mask, value, other.to(value.device))
+        return torch.where(mask, value, other.to(value.device, value.dtype))
 
     def _row_result(
         self, row: int, area: str, values: Values, rest: TensorDictBase | None, took_part: bool
@@ -360,7 +379,7 @@ class Results:
                     mask = torch.ones(len(self.rows), dtype=torch.bool)
                     mask[others] = False
                     mask = mask.reshape(-1, *[1] * (own.ndim - 1)).to(own.device)
-                    own = torch.where(mask, own, given.to(own.device))
+                    own = torch.where(mask, own, given.to(own.device, own.dtype))
                 source[key] = own
             return self.build(source)
         parts = rest.unbind(0) if rest is not None else [None] * len(self.rows)

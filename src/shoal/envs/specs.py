@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import gymnasium
@@ -16,7 +16,7 @@ from shoal.drivers import torchrl as torchrl_driver
 from shoal.drivers.base import Description
 from shoal.drivers.gymnasium import Details
 from shoal.drivers.spaces import ARRAY, Plan
-from shoal.engine.schema import Schema
+from shoal.engine.schema import REWARD, Schema
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,17 @@ class _Spaces(gymnasium.Env[Any, Any]):
 
 def _of_gymnasium(description: Description) -> RowSpecs:
     details: Details = description.details
+    schema = description.schema
+    if details.reward.space is None:
+        # The wrapper's reward has torch's default dtype, which a worker without torch does not know.
+        dtype = torchrl_driver.dtype_name(torch.get_default_dtype())
+        leaves = [replace(leaf, dtype=dtype) if leaf.role == REWARD else leaf for leaf in schema.leaves]
+        schema = Schema(tuple(leaves))
     specs = _wrapper_specs(details)
-    if specs is None or set(torchrl_driver.schema_of(specs).leaves) != set(description.schema.leaves):
+    if specs is None or set(torchrl_driver.schema_of(specs).leaves) != set(schema.leaves):
         specs = _own_specs(details)
     return RowSpecs(
-        schema=description.schema,
+        schema=schema,
         specs=specs,
         batch_size=torch.Size([]),
         device=None,

@@ -22,6 +22,8 @@ def places_of(item: Any, count: int) -> list[int]:
     Raises:
         IndexError: an index is out of bounds, the mask has another length, or no row is picked.
     """
+    if item is Ellipsis:
+        return list(range(count))
     if isinstance(item, slice):
         places = list(range(count))[item]
     else:
@@ -38,6 +40,8 @@ def places_of(item: Any, count: int) -> list[int]:
     for place in places:
         if not 0 <= place < count:
             raise IndexError(f"row {place} is out of bounds for {count} rows")
+    if len(set(places)) < len(places):
+        raise IndexError(f"{item!r} picks a row twice: a row can take one action at a time")
     if not places:
         raise IndexError(f"{item!r} picks none of the {count} rows")
     return places
