@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -162,6 +163,19 @@ class Named(Counter):
 
     def fail(self) -> None:
         raise KeyError("inside")
+
+    def lock(self) -> Any:
+        return threading.Lock()
+
+    def poison(self) -> Any:
+        return Poison()
+
+
+class Poison:
+    """Pickles, and does not unpickle."""
+
+    def __reduce__(self) -> Any:
+        return int, ("poison",)
 
 
 class Inner:

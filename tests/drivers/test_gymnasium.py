@@ -193,6 +193,19 @@ def test_rewards_of_any_kind_become_float32(value: Any) -> None:
     env.close()
 
 
+def test_frame_skip_sums_rewards_and_stops_at_the_end_of_the_episode() -> None:
+    env = SerialEnv(1, lambda: GymWrapper(Counter(6), frame_skip=4))
+    single = GymWrapper(Counter(6), frame_skip=4)
+    td, plain = env.reset(), single.reset()
+    for _ in range(2):
+        action = torch.tensor([0, 1, 0])
+        td, plain = env.step(td.set("action", action[None])), single.step(plain.set("action", action))
+        assert (td["next"][0] == plain["next"]).all()
+        td, plain = env.step_mdp(td), single.step_mdp(plain)
+    assert td["observation"].tolist() == [[6, 1, 6]]
+    env.close()
+
+
 @pytest.mark.parametrize("seed", [0, 1, 17, 2**31, 2**40])
 def test_the_seed_chain_is_torchrls(seed: int) -> None:
     assert next_seed(seed) == seed_generator(seed)

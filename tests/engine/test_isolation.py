@@ -39,6 +39,39 @@ def test_configuration_is_copied_however_a_factory_carries_it() -> None:
             assert factory() is config
 
 
+def test_what_two_configurations_share_their_copies_share() -> None:
+    config = {"sub": {"count": 0}}
+    sub = config["sub"]
+
+    def factory() -> int:
+        config["sub"]["count"] += 1
+        return sub["count"]
+
+    assert [isolated(factory)() for _ in range(2)] == [1, 1]
+    assert sub["count"] == 0
+
+
+class Settings:
+    """A configuration as an object of its own."""
+
+    def __init__(self) -> None:
+        self.values, self.name = np.zeros(2), "settings"
+
+
+def test_arrays_and_plain_objects_are_configuration() -> None:
+    array, settings = np.zeros(2), Settings()
+
+    def factory() -> tuple[Any, Any]:
+        array[0] += 1
+        settings.values[0] += 1
+        return array, settings
+
+    own = isolated(factory)()
+    assert own[0] is not array
+    assert own[1] is not settings
+    assert array.tolist() == settings.values.tolist() == [0, 0]
+
+
 def test_everything_else_stays_the_object_it_is() -> None:
     built: list[int] = []
     module = object()

@@ -27,7 +27,9 @@ def test_a_semaphore_counts(road: str) -> None:
     semaphore.release()
     assert semaphore.acquire(False)
     assert semaphore.acquire(True, 1.0)
+    start = time.monotonic()
     assert not semaphore.acquire(True, 0.01)
+    assert 0.009 <= time.monotonic() - start < 1.0
 
 
 def test_the_last_of_the_workers_rings_and_no_other(road: str) -> None:

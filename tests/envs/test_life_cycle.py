@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
+import os
 import pickle
+import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
+import torch
 
-from shoal import ParallelEnv, SerialEnv
-from tests.support import Counter, children, ended, script
+from shoal import ParallelEnv, SerialEnv, WorkerDied
+from tests.support import Counter, SlowMethod, Trouble, children, ended, script, until
 
 FACE = "import time\nfrom shoal import ParallelEnv\nfrom tests.support import Counter, children\n"
 
@@ -130,4 +136,87 @@ def test_the_parent_may_be_idle_for_longer_than_the_timeout() -> None:
     time.sleep(0.5)
     td = env.step(env.rand_action(td))
     assert td["next", "observation"][0, 0] == 1
+    env.close()
+
+
+@BOTH
+def test_losing_the_last_reference_ends_the_workers_at_once(kind: type) -> None:
+    before = children()
+    env = kind(2, Counter)
+    env.step(env.rand_action(env.reset()))
+    gone = weakref.ref(env)
+    gc.disable()
+    try:
+        del env
+        assert gone() is None
+        assert until(lambda: set(children()) <= set(before))
+    finally:
+        gc.enable()
+
+
+def test_after_a_fault_a_step_says_to_reset_and_a_reset_starts_afresh() -> None:
+    env = ParallelEnv(2, [Counter, functools.partial(Trouble, "kill")])
+    td = env.step(env.rand_action(env.reset()))
+    td = env.rand_action(env.step_mdp(td))
+    with pytest.raises(WorkerDied, match="SIGKILL"):
+        env.step(td)
+    assert env.is_closed
+    for step in (env.step, env.step_and_maybe_reset):
+        with pytest.raises(RuntimeError, match="reset it"):
+            step(td)
+    assert env.reset()["observation"].tolist() == [[0, 1, 0], [0, 1, 0]]
+    env.close()
+
+
+def test_a_fork_of_the_process_cannot_touch_its_workers() -> None:
+    env = ParallelEnv(2, Counter)
+    td = env.rand_action(env.reset())
+    pid = os.fork()
+    if pid == 0:
+        try:
+            env.step(td.clone())
+        except RuntimeError as error:
+            os._exit(0 if "fork of it" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert env.step(td)["next", "observation"][:, 0].tolist() == [1, 1]
+    env.close()
+
+
+def test_two_threads_at_once_are_an_error_that_harms_nothing() -> None:
+    env = ParallelEnv(2, SlowMethod)
+    env.reset()
+    thread = threading.Thread(target=env.call, args=("slow", 0.5))
+    thread.start()
+    assert until(lambda: env.__dict__["_session"].engine._busy.locked())
+    with pytest.raises(RuntimeError, match="another thread"):
+        env.call("double", 1)
+    thread.join()
+    assert env.call("double", 1) == [2, 2]
+    env.close()
+
+
+@BOTH
+def test_inference_mode_and_a_default_dtype_change_nothing_but_the_reward(kind: type) -> None:
+    with torch.inference_mode():
+        env = kind(2, Counter)
+        env.rollout(2)
+    assert env.rollout(3).shape == (2, 3)
+    env.close()
+    torch.set_default_dtype(torch.float64)
+    try:
+        env = kind(2, Counter)
+        reward = env.rollout(2)["next", "reward"]
+        assert reward.dtype == env.reward_spec.dtype == torch.float64
+        env.close()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@BOTH
+def test_a_batch_of_lambdas_pickles(kind: type) -> None:
+    env = kind(2, lambda: Counter(4))
+    twin = pickle.loads(pickle.dumps(env))
+    assert twin.rollout(9).shape == (2, 4)
+    twin.close()
     env.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -122,6 +123,21 @@ def test_states_go_round(kind: type) -> None:
     env.close()
 
 
+def test_what_cannot_be_sent_is_an_error_and_nothing_has_happened() -> None:
+    env = ParallelEnv(2, Named)
+    td = env.step(env.rand_action(env.reset()))
+    with pytest.raises(TypeError, match=r"'call' was given for row 0 cannot be sent"):
+        env.add(threading.Lock())
+    with pytest.raises(TypeError, match="'reset' was given"):
+        env.reset(options=threading.Lock())
+    with pytest.raises(Exception, match=r"lock|pickle"):
+        env.call("lock")
+    with pytest.raises(RuntimeError, match=r"row 0 gave back from 'call' does not unpickle"):
+        env.call("poison")
+    assert env.step(env.rand_action(env.step_mdp(td)))["next", "observation"][:, 0].tolist() == [2, 2]
+    env.close()
+
+
 def test_a_failing_row_is_named_and_a_reset_of_it_makes_it_whole() -> None:
     import functools
 
@@ -132,10 +148,12 @@ def test_a_failing_row_is_named_and_a_reset_of_it_makes_it_whole() -> None:
         with pytest.raises(ValueError, match="boom") as caught:
             env.step(env.rand_action(td.clone()))
         assert caught.value.row == 1
+        others = env.reset(td.empty().set("_reset", torch.tensor([[True], [False], [False]])))
+        assert others["observation"][:, 0].tolist() == [0, 1, 2]  # row 1 is where its last good step left it
         with pytest.raises(RuntimeError, match="was not reset since"):
             env.step(env.rand_action(td.clone()))
         mask = torch.tensor([[False], [True], [False]])
         after = env.reset(td.empty().set("_reset", mask))
-        assert after["observation"][:, 0].tolist() == [3, 0, 3]
-        assert env.step(env.rand_action(after))["next", "observation"][[0, 2], 0].tolist() == [4, 4]
+        assert after["observation"][:, 0].tolist() == [1, 0, 3]
+        assert env.step(env.rand_action(after))["next", "observation"][[0, 2], 0].tolist() == [2, 4]
         env.close()

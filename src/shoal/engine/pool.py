@@ -17,7 +17,7 @@ from typing import Any
 from shoal.drivers.base import Description
 from shoal.engine import pickling
 from shoal.engine.channel import Channel, UnreadableMessage, wait_for
-from shoal.engine.errors import Fault, WorkerDied, WorkerTimeout, raise_faults
+from shoal.engine.errors import EnvError, Fault, WorkerDied, WorkerTimeout, raise_faults
 from shoal.engine.launch import (
     ForkLauncher,
     Launcher,
@@ -300,8 +300,12 @@ class Pool:
                     try:
                         message = self._receive(worker, opcode, time.monotonic() + limit, limit, sequence)
                     except UnreadableMessage as error:
-                        rows = self._groups[worker]
-                        answer.faults.extend(Fault.capture(row, opcode.command, error, remote=False) for row in rows)
+                        for row in self._groups[worker]:
+                            unreadable = EnvError(
+                                f"what row {row} gave back from {opcode.command!r} does not unpickle in this process: "
+                                f"{error}"
+                            )
+                            answer.faults.append(Fault.capture(row, opcode.command, unreadable, remote=False))
                         continue
                     answer.values.update(message.values)
                     answer.faults.extend(message.faults)
@@ -365,7 +369,7 @@ class Pool:
             error = WorkerTimeout(
                 f"{_rows_in_words(rows)} (pid {_listed(pids)}) did not finish {opcode.command!r} within "
                 f"{limit:g} s; raise step_timeout, or the environment variable BATCHED_PIPE_TIMEOUT, if they need "
-                "longer. The environment is closed; its next use starts it afresh",
+                "longer. The environment is closed; its next reset starts it afresh",
                 rows,
                 limit,
             )
@@ -380,7 +384,7 @@ class Pool:
         self.close(_LAST_GRACE)
         error = WorkerDied(
             f"the worker process of {_rows_in_words(rows)} (pid {pid}) {_end_in_words(code)} during "
-            f"{opcode.command!r}. The environment is closed; its next use starts it afresh",
+            f"{opcode.command!r}. The environment is closed; its next reset starts it afresh",
             rows,
             pid,
             code,

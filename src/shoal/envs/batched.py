@@ -71,6 +71,7 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
     """
 
     _parallel = False
+    auto_complete_done_specs = False  # each sub-environment has completed its own
 
     def __init__(
         self,
@@ -224,10 +225,20 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
     def _keys(keys: Sequence[Any]) -> list[tuple[str, ...]]:
         return [(key,) if isinstance(key, str) else tuple(key) for key in keys]
 
-    def _started(self) -> Session:
-        """The session, started if it was not."""
+    def _started(self, *, stepping: bool = False) -> Session:
+        """The session, started if it was not.
+
+        Raises:
+            RuntimeError: a step of an environment that a fault has closed: it has lost where it was.
+        """
         if self.__dict__["_view_of"] is not None:
             return self._viewed()
+        lost: Session | None = self.__dict__["_session"]
+        if stepping and lost is not None and lost.closed:
+            raise RuntimeError(
+                "a fault has closed the environment, and the state of its rows is gone with it: reset it, which starts "
+                "it afresh, before it steps again"
+            )
         if self.is_closed:
             self.start()
         session: Session = self.__dict__["_session"]
@@ -476,7 +487,7 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
             RuntimeError: an action is missing or has the wrong shape.
         """
         self._assert_tensordict_shape(tensordict)
-        session, results = self._started(), self.__dict__["_results"]
+        session, results = self._started(stepping=True), self.__dict__["_results"]
         if results.fast and results.write_plain_input(tensordict):
             session.run(Opcode.STEP)
             tensordict._tensordict["next"] = results.plain(results.read_plain(NEXT))
@@ -498,7 +509,7 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         return self.__dict__["_results"].advance  # type: ignore[no-any-return]
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        session, results = self._started(), self.__dict__["_results"]
+        session, results = self._started(stepping=True), self.__dict__["_results"]
         places = self._places_to_step(tensordict)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self._parallel):
             given = results.write_input(tensordict, places)
@@ -539,7 +550,7 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
             RuntimeError: an action is missing or has the wrong shape.
         """
         self._assert_tensordict_shape(tensordict)
-        session, results = self._started(), self.__dict__["_results"]
+        session, results = self._started(stepping=True), self.__dict__["_results"]
         if results.fast and results.whole_rows and results.write_plain_input(tensordict):
             session.run(Opcode.STEP_AND_MAYBE_RESET)
             following, fresh = results.read_plain(NEXT), results.read_plain(ROOT)
