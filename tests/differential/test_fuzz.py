@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from typing import Any
 
 import numpy as np
@@ -20,15 +21,17 @@ from tests.differential.harness import Auto, Command, Mask, Reset, Rollout, Scri
 from tests.zoo.gymnasium_envs import SampledEnv
 from tests.zoo.torchrl_envs import DescribedEnv, Description, Ends, Key, Leaf
 
+FUZZING = "SHOAL_FUZZ" in os.environ  # `make fuzz`: other examples each time, for as long as asked
+
 SERIAL = settings(
-    max_examples=50,
+    max_examples=200 if FUZZING else 50,
     deadline=None,
-    derandomize=True,
+    derandomize=not FUZZING,
     database=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
 )
-PARALLEL = settings(SERIAL, max_examples=5, phases=[Phase.explicit, Phase.generate])
+PARALLEL = settings(SERIAL, max_examples=40 if FUZZING else 5, phases=[Phase.explicit, Phase.generate])
 
 # ------------------------------------------------------------------------------------------------------------ scripts
 

@@ -287,3 +287,87 @@ def test_a_dying_constructor_is_a_dead_worker() -> None:
 
     with pytest.raises(WorkerDied, match=r"row 1 .*exit code 3.*'build'"):
         ParallelEnv(2, [Trouble, functools.partial(Trouble, "exit", "build")])
+
+
+@BOTH
+def test_share_individual_td_in_its_three_values(kind: type) -> None:
+    from tensordict import LazyStackedTensorDict
+
+    alike, unlike = Counter, Wide
+    for factories, share, lazy in (
+        ([alike, alike], None, False),
+        ([alike, alike], True, True),
+        ([alike, alike], False, False),
+        ([alike, unlike], None, True),
+        ([alike, unlike], True, True),
+    ):
+        env = kind(2, factories, share_individual_td=share)
+        td = env.reset()
+        assert isinstance(td, LazyStackedTensorDict) == lazy, (factories, share)
+        rollout = env.rollout(3, return_contiguous=False)
+        assert rollout[1]["observation"].shape == (3, factories[1].observation_space.shape[0])
+        assert rollout[0]["next", "observation"][:, 0].tolist() == [1, 2, 3]
+        env.close()
+    with pytest.raises(ValueError, match="do not stack"):
+        kind(2, [alike, unlike], share_individual_td=False)
+
+
+class Wide(Counter):
+    """Observes two numbers more."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (5,), np.float32)
+
+    def observe(self) -> Any:
+        return np.concatenate([super().observe(), [0, 0]]).astype(np.float32)
+
+
+def test_one_factory_must_give_the_same_leaves_in_every_row() -> None:
+    with pytest.raises(RuntimeError, match="row 0 and row 1 different leaves"):
+        SerialEnv(2, lambda wide: (Wide if wide else Counter)(), create_env_kwargs=[{"wide": 0}, {"wide": 1}])
+
+
+def test_make_parallel_takes_both_forms() -> None:
+    for env in (ParallelEnv.make_parallel(Counter, num_envs=2), ParallelEnv.make_parallel(2, Counter, processes=1)):
+        assert env.rollout(2).shape == (2, 2)
+        assert type(env) is ParallelEnv
+        env.close()
+
+
+@BOTH
+def test_use_buffers_true_warns_where_a_leaf_cannot_be_buffered(kind: type) -> None:
+    with pytest.warns(UserWarning, match="travel by message"):
+        env = kind(2, Spoken, use_buffers=True)
+    assert list(env.reset()["words"]) == ["hello", "hello"]
+    env.close()
+
+
+class Spoken(Counter):
+    """Says hello."""
+
+    observation_space = gym.spaces.Dict(words=gym.spaces.Text(10))
+
+    def observe(self) -> Any:
+        return {"words": "hello"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@BOTH
+def test_results_live_wholly_on_the_device_that_was_asked_for(kind: type) -> None:
+    env = kind(2, Counter, device="cuda")
+    td = env.rollout(20, break_when_any_done=False)
+    assert {value.device.type for value in td.values(True, True)} == {"cuda"}
+    assert td["next", "observation"][:, :3, 0].tolist() == [[1, 2, 3]] * 2
+    env.close()
+
+
+@BOTH
+def test_results_live_on_the_device_that_was_asked_for_and_move_with_to(kind: type) -> None:
+    env = kind(2, Counter, device="cpu")
+    assert env.device == torch.device("cpu")
+    assert env.reset().device == torch.device("cpu")
+    env.close()
+    env = kind(2, Counter)
+    assert env.device is None
+    assert env.reset().device is None
+    assert env.to("cpu").rollout(2).device == torch.device("cpu")
+    env.close()
