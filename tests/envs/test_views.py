@@ -10,6 +10,7 @@ import torch
 
 from shoal import ParallelEnv, SerialEnv
 from tests.support import Named
+from tests.zoo.torchrl_envs import CountingEnv
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -90,6 +91,27 @@ def test_closing_a_view_leaves_the_rows_alone_and_closing_the_environment_ends_t
     with pytest.raises(RuntimeError, match="take a new view"):
         other.reset()
     env.reset()
+
+
+class Snapshots(CountingEnv):
+    """Takes the count of another environment."""
+
+    def __setitem__(self, item: Any, source: CountingEnv) -> None:
+        self.count = source.count
+
+
+@pytest.mark.parametrize("kind", [SerialEnv, ParallelEnv])
+def test_a_snapshot_is_written_back_to_the_rows_that_are_picked(kind: type) -> None:
+    env = kind(3, Snapshots)
+    env.reset()
+    one, two = Snapshots(), Snapshots()
+    one.count, two.count = torch.tensor(2), torch.tensor(1)
+    env[1] = one
+    env[[0, 2]] = [two, one]
+    assert [int(count) for count in env.get_attr("count")] == [1, 2, 2]
+    with pytest.raises(ValueError, match="1 snapshots for 2 rows"):
+        env[:2] = one
+    env.close()
 
 
 def test_a_snapshot_is_refused_where_the_environment_takes_none() -> None:
