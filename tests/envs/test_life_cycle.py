@@ -220,3 +220,24 @@ def test_a_batch_of_lambdas_pickles(kind: type) -> None:
     assert twin.rollout(9).shape == (2, 4)
     twin.close()
     env.close()
+
+
+@BOTH
+def test_a_batch_that_was_closed_before_any_use_rolls_out_and_so_does_its_copy(kind: type) -> None:
+    env = kind(2, Counter, create_env_kwargs={"length": 3})
+    twin = copy.deepcopy(env)
+    env.close()
+    for each in (env, twin):
+        assert each.rollout(5).shape == (2, 3)
+        each.close()
+
+
+def test_thread_counts_come_back_after_a_fault_too() -> None:
+    before = torch.get_num_threads()
+    env = ParallelEnv(2, [Counter, functools.partial(Trouble, "kill")], num_threads=before + 1)
+    td = env.step(env.rand_action(env.reset()))
+    with pytest.raises(WorkerDied):
+        env.step(env.rand_action(env.step_mdp(td)))
+    env.reset()
+    env.close()
+    assert torch.get_num_threads() == before

@@ -219,6 +219,9 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         ]
         not_root = {"next", "_step", *single, *rewards}
         self.__dict__["_not_root"] = frozenset(not_root)
+        # Like the specs, these stay known when the environment is closed.
+        self.__dict__["_dynamic"] = not results.dense
+        self.__dict__["_set_state"] = all(session.rows[row].supports_set_state for row in rows)
         self.__dict__["_results"] = results
 
     @staticmethod
@@ -274,7 +277,8 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         if session is None or session.closed:
             self._open()
         if self.num_threads is not None:
-            self._threads_before = torch.get_num_threads()
+            if self._threads_before is None:  # a start after a fault finds our own number
+                self._threads_before = torch.get_num_threads()
             torch.set_num_threads(self.num_threads)
         self.is_closed = False
 
@@ -663,18 +667,10 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
 
     @property
     def _supports_set_state(self) -> bool:
-        session = self.__dict__.get("_session")
-        if session is None:
-            return bool(self.__dict__.get("_set_state", False))
-        supports = all(row.supports_set_state for row in session.rows)
-        self.__dict__["_set_state"] = supports
-        return supports
+        return bool(self.__dict__.get("_set_state", False))
 
     @property
     def _has_dynamic_specs(self) -> bool:
-        results: Results | None = self.__dict__["_results"]
-        if results is not None:
-            self.__dict__["_dynamic"] = not results.dense
         return bool(self.__dict__["_dynamic"])
 
     @property
