@@ -245,6 +245,17 @@ def test_extra_entries_and_gradients_of_the_input_neither_cost_nor_break(engine:
     env.close()
 
 
+@engines
+def test_input_of_another_dtype_does_not_spread_to_the_rows_that_take_part(engine: str) -> None:
+    env = ENGINES[engine](2, Counter)
+    td = env.rand_action(env.reset())
+    td["observation"] = td["observation"].double()
+    stepped = env.step(td.clone().set("_step", torch.tensor([True, False])))
+    assert stepped["next", "observation"].dtype == torch.float32
+    assert stepped["next", "observation"][:, 0].tolist() == [1, 0]
+    env.close()
+
+
 def test_workers_without_a_seed_differ(tmp_path: Any) -> None:
     env = ParallelEnv(4, Random)
     assert len({tuple(values) for values in env.reset()["observation"].tolist()}) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -139,8 +140,6 @@ def test_what_cannot_be_sent_is_an_error_and_nothing_has_happened() -> None:
 
 
 def test_a_failing_row_is_named_and_a_reset_of_it_makes_it_whole() -> None:
-    import functools
-
     for kind in (SerialEnv, ParallelEnv):
         env = kind(3, [Trouble, functools.partial(Trouble, "raise"), Trouble])
         td = env.reset()
@@ -157,3 +156,15 @@ def test_a_failing_row_is_named_and_a_reset_of_it_makes_it_whole() -> None:
         assert after["observation"][:, 0].tolist() == [1, 0, 3]
         assert env.step(env.rand_action(after))["next", "observation"][[0, 2], 0].tolist() == [2, 4]
         env.close()
+
+
+@pytest.mark.parametrize("kind", [SerialEnv, ParallelEnv])
+def test_a_row_that_fails_right_after_a_reset_is_where_the_reset_left_it(kind: type) -> None:
+    env = kind(2, [Trouble, functools.partial(Trouble, "raise")])
+    env.step(env.rand_action(env.reset()))
+    td = env.reset()
+    with pytest.raises(ValueError, match="boom"):
+        env.step(env.rand_action(td))
+    after = env.reset(td.empty().set("_reset", torch.tensor([[True], [False]])))
+    assert after["observation"].tolist() == [[0, 3, 2], [0, 2, 1]]
+    env.close()

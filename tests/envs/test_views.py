@@ -75,7 +75,9 @@ def test_a_view_of_a_view_is_a_view(env: Any) -> None:
     assert env[1:][[0, 2]].get_attr("index") == [1, 3]
 
 
-@pytest.mark.parametrize("item", [4, -5, [], [0, 4], slice(4, 9), [True, False], torch.tensor([[0]]), [False] * 4])
+@pytest.mark.parametrize(
+    "item", [4, -5, [], [0, 4], [1, 1], [1, -3], slice(4, 9), [True, False], torch.tensor([[0]]), [False] * 4]
+)
 def test_an_index_that_picks_nothing_is_an_index_error(env: Any, item: Any) -> None:
     with pytest.raises(IndexError):
         _ = env[item]
