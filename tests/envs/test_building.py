@@ -52,7 +52,7 @@ def test_an_environment_in_place_of_a_factory_is_a_type_error_that_says_what_to_
 @BOTH
 def test_a_factory_that_returns_no_environment_names_what_it_returned(kind: type) -> None:
     with pytest.raises(
-        TypeError, match=r"row 0 returned a builtins.dict; expected a torchrl EnvBase or a gymnasium.Env"
+        TypeError, match=r"row [01] returned a builtins.dict; expected a torchrl EnvBase or a gymnasium.Env"
     ):
         kind(2, dict)
 
