@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 
@@ -23,13 +25,26 @@ def one_template() -> Iterator[None]:
 def nothing_left() -> Iterator[None]:
     """Fails if a test leaves a process, a descriptor or a name in shared memory behind."""
     resource_tracker.ensure_running()  # multiprocessing's own, once a process
-    gc.collect()
+    _collect()
     processes, names = set(support.children()), support.shared_names()
     open_before = support.descriptors()
     yield
-    gc.collect()
+    _collect()
     held = {template._process.pid for template in (launch._held or {}).values()}
     assert support.until(lambda: set(support.children()) <= processes | held), "a worker process is left"
     assert support.shared_names() <= names, "a name is left in shared memory or the temporary folder"
     allowed = len(open_before) + len(held - processes)  # a channel to each template that the test has brought up
-    assert len(support.descriptors()) <= allowed, "a descriptor is left open"
+    left = Counter(support.descriptors()) - Counter(open_before)
+    assert len(support.descriptors()) <= allowed, f"a descriptor is left open: {left}"
+
+
+_seen = 0
+
+
+def _collect() -> None:
+    """A collection that spends no time on what a test has imported: a tenth of a second each with torch around."""
+    global _seen
+    gc.collect()
+    if len(sys.modules) > _seen:
+        _seen = len(sys.modules)
+        gc.freeze()

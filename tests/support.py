@@ -62,8 +62,10 @@ def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
 
 
 def script(code: str) -> subprocess.Popen[str]:
-    """Starts a fresh interpreter that runs some code."""
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    """Starts a fresh interpreter that runs some code, in a process group of its own."""
+    command = [sys.executable, "-c", code]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
 
 def ended(pids: list[int]) -> bool:
@@ -136,7 +138,7 @@ class Trouble(Counter):
         ACTS[self.what]()
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        self.trouble("reset")
+        self.trouble("seed" if kwargs.get("seed") is not None else "reset")
         return super().reset(**kwargs)
 
     def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -255,6 +257,23 @@ def _hang() -> None:
         time.sleep(0.05)
 
 
+def _spin() -> None:
+    while True:
+        pass
+
+
+def _exhaust_memory() -> None:
+    """Asks for more memory than this process may have."""
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**26, hard))
+    try:
+        bytearray(2**34)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+
+
 ACTS: dict[str, Callable[[], None]] = {
     "raise": lambda: _raise(lambda: ValueError("boom")),
     "two": lambda: _raise(lambda: TwoArguments(1, 2)),
@@ -264,6 +283,8 @@ ACTS: dict[str, Callable[[], None]] = {
     "kill": lambda: os.kill(os.getpid(), 9),
     "stop": lambda: os.kill(os.getpid(), 19),
     "hang": _hang,
+    "spin": _spin,
+    "memory": _exhaust_memory,
 }
 
 

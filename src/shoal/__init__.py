@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.engine.errors import EnvError, WorkerDied, WorkerTimeout
+    from shoal.engine.faults import FaultRecord, RestartPolicy
     from shoal.envs import MultiThreadedEnv, ParallelEnv, SerialEnv
 
 __version__ = "0.1.0"
@@ -19,11 +20,22 @@ _HOMES = {
     "ParallelEnv": "shoal.envs",
     "SerialEnv": "shoal.envs",
     "EnvError": "shoal.engine.errors",
+    "FaultRecord": "shoal.engine.faults",
+    "RestartPolicy": "shoal.engine.faults",
     "WorkerDied": "shoal.engine.errors",
     "WorkerTimeout": "shoal.engine.errors",
 }
 
-__all__ = ["EnvError", "MultiThreadedEnv", "ParallelEnv", "SerialEnv", "WorkerDied", "WorkerTimeout"]
+__all__ = [
+    "EnvError",
+    "FaultRecord",
+    "MultiThreadedEnv",
+    "ParallelEnv",
+    "RestartPolicy",
+    "SerialEnv",
+    "WorkerDied",
+    "WorkerTimeout",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 
@@ -28,10 +29,11 @@ MOMENTS = {
 }
 
 
+@pytest.mark.parametrize("whole_group", [False, True], ids=["alone", "group"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
-def test_workers_end_with_their_parent(number: int, moment: str, start_method: str) -> None:
+def test_workers_end_with_their_parent(number: int, moment: str, start_method: str, whole_group: bool) -> None:
     env = "lambda: Trouble('hang')" if moment == "hanging" else "Counter"
     process = script(START.format(env=env, method=start_method) + MOMENTS[moment])
     assert process.stdout is not None
@@ -39,7 +41,7 @@ def test_workers_end_with_their_parent(number: int, moment: str, start_method: s
     pids = list(map(int, process.stdout.readline().split()))
     assert len(pids) >= 2
     start = time.monotonic()
-    process.send_signal(number)
+    (os.killpg if whole_group else os.kill)(process.pid, number)
     process.wait(20)
     assert time.monotonic() - start < 3.0
     assert ended(pids)

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from shoal.engine import signals
-from shoal.engine.signals import SEMAPHORE_BYTES, Signals, Waiter, _UnnamedSemaphore, shared_semaphores
+from shoal.engine.signals import SEMAPHORE_BYTES, Signals, Waiter, _UnnamedSemaphore, empty, shared_semaphores
 
 
 @pytest.fixture(params=["wrapped", "ctypes"])
@@ -35,12 +35,23 @@ def test_a_semaphore_counts(road: str) -> None:
 def test_the_last_of_the_workers_rings_and_no_other(road: str) -> None:
     buffer = mmap.mmap(-1, Signals.bytes_for(3) + SEMAPHORE_BYTES)
     parent = Signals.in_block(buffer, SEMAPHORE_BYTES, 3, fresh=True)
-    for _ in range(2):
-        parent.countdown.release()
-    for last in (False, False, True):
-        assert not parent.done.acquire(False)
-        parent.finish()
-        assert not last or parent.done.acquire(False)
+    for completion in parent.completions:
+        for _ in range(2):
+            completion.countdown.release()
+        for last in (False, False, True):
+            assert not completion.done.acquire(False)
+            completion.finish()
+            assert not last or completion.done.acquire(False)
+
+
+def test_what_others_have_left_in_a_semaphore_is_taken_out(road: str) -> None:
+    buffer = mmap.mmap(-1, 4096)
+    first, second = shared_semaphores(buffer, 0, 2, fresh=True)
+    for _ in range(3):
+        first.release()
+    empty(first, second)
+    assert not first.acquire(False)
+    assert not second.acquire(False)
 
 
 def test_two_processes_alternate_twenty_thousand_times_without_losing_a_ring(road: str) -> None:

@@ -139,6 +139,7 @@ class TorchRLDriver(Driver):
     def attach(self, schema: Schema, arrays: dict[str, dict[Key, Array]], *, sent: bool) -> None:
         self._sent = sent
         self._schema = schema
+        self._nodes = node_sizes(*(spec[name] for spec in (self.env.output_spec, self.env.input_spec) for name in spec))
         self._buffers = {
             area: {key: as_tensor(array, schema.by_area[area][key].dtype) for key, array in slots.items()}
             for area, slots in arrays.items()
@@ -238,6 +239,10 @@ class TorchRLDriver(Driver):
         tensordict = TensorDict({}, batch_size=self.env.batch_size, device=self.env.device)
         for key, value in leaves.items():
             if value is not None:
+                for depth in range(1, len(key)):
+                    if _td_key(key[:depth]) not in tensordict.keys(True):
+                        size = self._nodes.get(key[:depth], self.env.batch_size)
+                        tensordict.set(_td_key(key[:depth]), TensorDict({}, batch_size=size, device=self.env.device))
                 tensordict.set(_td_key(key), value)
         return tensordict
 
@@ -426,3 +431,20 @@ def _text(env: Any) -> str:
         return str(env)
     except Exception:
         return f"{type(env).__name__}()"
+
+
+def node_sizes(*specs: Any) -> dict[Key, torch.Size]:
+    """Batch size of each nested node that composite specs describe, by key."""
+    sizes: dict[Key, torch.Size] = {}
+
+    def visit(spec: Any, prefix: Key) -> None:
+        for name in spec.keys():
+            child = spec[name]
+            if child is not None and hasattr(child, "keys"):
+                sizes.setdefault((*prefix, name), torch.Size(child.shape))
+                visit(child, (*prefix, name))
+
+    for spec in specs:
+        if spec is not None:
+            visit(spec, ())
+    return sizes

@@ -102,6 +102,11 @@ class Channel:
         """The next descriptor that came with a value, or None."""
         return self._descriptors.pop(0) if self._descriptors else None
 
+    @property
+    def closed(self) -> bool:
+        """Whether this end is closed."""
+        return self.sock.fileno() < 0
+
     def close(self) -> None:
         """Closes this end."""
         self.sock.close()

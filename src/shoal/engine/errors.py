@@ -17,10 +17,12 @@ class EnvError(RuntimeError):
     Attributes:
         row: the sub-environment's index in the batch.
         command: what it was doing (``"build"``, ``"reset"``, ``"step"``, ...).
+        pid: the process it lives in.
     """
 
     row: int = -1
     command: str = ""
+    pid: int = -1
 
 
 class WorkerDied(RuntimeError):
@@ -81,6 +83,7 @@ class Fault:
         trace: its traceback, as text.
         packed: the exception pickled, or None where it cannot be rebuilt.
         exception: the exception itself, where it never left this process.
+        lost: whether the row's process is gone, or was ended.
     """
 
     row: int
@@ -91,6 +94,12 @@ class Fault:
     trace: str
     packed: bytes | None = None
     exception: BaseException | None = None
+    lost: bool = False
+
+    @classmethod
+    def of_loss(cls, row: int, command: str, error: WorkerDied | WorkerTimeout, pid: int) -> Fault:
+        """What the loss of its worker is to one of its rows."""
+        return cls(row, command, pid, type(error).__name__, str(error), "", exception=error, lost=True)
 
     @classmethod
     def capture(cls, row: int, command: str, exception: BaseException, *, remote: bool) -> Fault:
@@ -109,6 +118,8 @@ class Fault:
     def rebuild(self) -> BaseException:
         """The exception, of its own type where that can be rebuilt, else an `EnvError`, with row and command in it."""
         exception = self.exception
+        if exception is not None and self.lost:
+            return exception
         if exception is None and self.packed is not None:
             try:
                 exception = _unpack(self.packed)
@@ -116,7 +127,7 @@ class Fault:
                 exception = None
         if exception is None:
             exception = EnvError(f"{self.name} in {self.where()}: {self.message}")
-        for name, value in (("row", self.row), ("command", self.command)):
+        for name, value in (("row", self.row), ("command", self.command), ("pid", self.pid)):
             try:
                 setattr(exception, name, value)
             except (AttributeError, TypeError):
@@ -127,13 +138,16 @@ class Fault:
 
 
 def raise_faults(faults: Sequence[Fault]) -> None:
-    """Raises the first of the faults, with the traceback of each as its cause. Does nothing without faults."""
+    """Raises the first of the faults, with the traceback of each as its cause, but for those that the exception itself
+    shows. Does nothing without faults."""
     if not faults:
         return
     exception = faults[0].rebuild()
-    if faults[0].exception is not None and len(faults) == 1:
+    parts = [
+        f"in {fault.where()}:\n{fault.trace or fault.message}" for fault in faults if fault.exception is not exception
+    ]
+    if not parts:
         raise exception
-    parts = [f"in {fault.where()}:\n{fault.trace}" for fault in faults]
     raise exception from WorkerTraceback("\n" + "\n".join(parts))
 
 

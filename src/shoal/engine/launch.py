@@ -45,6 +45,11 @@ class Launcher(ABC):
     def look(self, seconds: float = 0.0) -> None:
         """Learns who has ended, waiting at most so long for news. Updates `exitcodes`."""
 
+    def forget(self, index: int) -> None:
+        """Forgets a worker that has ended: another process is about to stand in its place."""
+        self.pids.pop(index, None)
+        self.exitcodes.pop(index, None)
+
     def kill(self, index: int, number: int) -> None:
         """Sends a signal to a worker that is not known to have ended."""
         pid = self.pids.get(index)
@@ -110,6 +115,10 @@ class TemplateProcess:
 
     def look(self, seconds: float) -> None:
         """Takes in the news of all workers, waiting at most so long for any."""
+        if self._channel.closed:  # its workers ended with it
+            for launcher in self._launchers.values():
+                launcher.lost(-signal.SIGKILL)
+            return
         wait_for(self._channel.sock, False, seconds)
         while True:
             try:
@@ -185,16 +194,24 @@ class TemplateLauncher(Launcher):
     def __init__(self, control: Block, num_threads: int, warm: Sequence[bytes], *, fork: bool) -> None:
         super().__init__()
         self._control = control
-        key = (num_threads, fork)
-        template = None if _held is None else _held.get(key)
-        self._template = (
-            template if template is not None and template.alive() else TemplateProcess(num_threads, fork=fork)
-        )
+        self._kind = (num_threads, fork)
+        self._warm = warm
+        self._template = self._a_template()
+
+    def _a_template(self) -> TemplateProcess:
+        num_threads, fork = self._kind
+        template = None if _held is None else _held.get(self._kind)
+        if template is None or not template.alive():
+            template = TemplateProcess(num_threads, fork=fork)
         if _held is not None:
-            _held[key] = self._template
-        self._template.attach(self, warm)
+            _held[self._kind] = template
+        template.attach(self, self._warm)
+        return template
 
     def launch(self, particulars: dict[str, Any], builders: Sequence[Builder]) -> Channel:
+        if not self._template.alive():  # it died, and its workers with it: those that follow need another
+            self._template.close()
+            self._template = self._a_template()
         ours, theirs = socket.socketpair()
         try:
             request = {"launch": (id(self), particulars["index"])}
@@ -296,6 +313,7 @@ def _run_fork(sock: socket.socket, particulars: dict[str, Any], builders: Sequen
         sock,
         make_control,
         particulars["num_threads"],
+        rebuilds=particulars["rebuilds"],
     )
 
 
@@ -364,7 +382,13 @@ def _portable_main(
         return Control(block.buffer, particulars["n_workers"], particulars["n_rows"], signals=signals)
 
     code = worker_main(
-        particulars["index"], particulars["rows"], builders, sock, make_control, particulars["num_threads"]
+        particulars["index"],
+        particulars["rows"],
+        builders,
+        sock,
+        make_control,
+        particulars["num_threads"],
+        rebuilds=particulars["rebuilds"],
     )
     if code:
         sys.exit(code)

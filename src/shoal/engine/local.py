@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from shoal.drivers.base import Description
-from shoal.engine.errors import raise_faults
+from shoal.engine.errors import Fault, raise_faults
 from shoal.engine.layout import Array, Layout
 from shoal.engine.protocol import Answer, Opcode
 from shoal.engine.rows import Builder, RowGroup
@@ -18,13 +19,14 @@ class LocalEngine:
 
     Args:
         builders: how to build each row's environment.
+        rebuilds: whether rows may be built anew after a fault.
 
     Raises:
         Exception: what a factory raised.
     """
 
-    def __init__(self, builders: Sequence[Builder]) -> None:
-        self._group = RowGroup(range(len(builders)), remote=False)
+    def __init__(self, builders: Sequence[Builder], *, rebuilds: bool = False) -> None:
+        self._group = RowGroup(range(len(builders)), remote=False, rebuilds=rebuilds)
         built = self._group.build(builders)
         if built.faults:
             self._group.close()
@@ -42,9 +44,13 @@ class LocalEngine:
         self._group.attach(dict(enumerate(schemas)), layout, buffer)
 
     def execute(
-        self, opcode: Opcode, rows: Sequence[int] | None = None, given: dict[int, Any] | None = None
+        self,
+        opcode: Opcode,
+        rows: Sequence[int] | None = None,
+        given: dict[int, Any] | None = None,
+        timeout: float | None = None,
     ) -> Answer | None:
-        """Runs one command on some rows (None: on all); see `RowGroup.execute`."""
+        """Runs one command on some rows (None: on all); see `RowGroup.execute`. Nobody is there to keep a timeout."""
         mask = None
         if rows is not None:
             mask = bytearray(len(self._group.rows))
@@ -52,9 +58,20 @@ class LocalEngine:
                 mask[row] = 1
         return self._group.execute(opcode, mask, given)
 
-    def close(self) -> None:
-        """Calls each environment's own close; the first exception of one is raised once all are closed."""
-        raise_faults(self._group.close().faults)
+    execute_claimed = execute
+
+    def claim(self) -> AbstractContextManager[None]:
+        """Nothing: who calls is who runs the rows. (A pool keeps other threads out.)"""
+        return nullcontext()
+
+    def rebuild(self, rows: Sequence[int]) -> list[Fault]:
+        """Builds the environments of these rows anew; gives what went wrong with that."""
+        answer = self.execute(Opcode.REBUILD, rows)
+        return [] if answer is None else answer.faults
+
+    def close(self) -> list[Fault]:
+        """Calls each environment's own close; gives what they raised."""
+        return self._group.close().faults
 
     @property
     def envs(self) -> list[Any]:

@@ -34,6 +34,8 @@ class Opcode(enum.IntEnum):
     CALL = 10
     CLOSE = 11
     HAS_ATTR = 12
+    REBUILD = 13
+    SYNC = 14
 
     @property
     def command(self) -> str:
@@ -49,6 +51,8 @@ class Flag(enum.IntFlag):
     """Command: only the rows whose byte in the mask is set; else all rows of the worker."""
     MESSAGE = 2
     """A value follows over the channel."""
+    SECOND = 4
+    """Command: completion is signalled through the second of the two completions."""
 
 
 @dataclass

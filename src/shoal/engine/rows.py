@@ -60,14 +60,19 @@ class RowGroup:
     Args:
         rows: indices of the rows in the batch.
         remote: whether faults must be sent to another process (then any exception is caught, also ``SystemExit``).
+        rebuilds: whether rows may be built anew; what builds them is kept for that.
 
     An exception of one row ends that row's part of the command; the other rows go on. A row whose state an exception
     may have broken refuses to step until it was reset.
     """
 
-    def __init__(self, rows: Sequence[int], *, remote: bool) -> None:
+    def __init__(self, rows: Sequence[int], *, remote: bool, rebuilds: bool = False) -> None:
         self.rows = tuple(rows)
         self._remote = remote
+        self._rebuilds = rebuilds
+        self._builders: dict[int, Builder | PackedBuilder] = {}
+        self._leaves: dict[int, Schema] = {}
+        self._attachment: tuple[dict[int, Schema], Layout, Any] | None = None
         self._catch: type[BaseException] = BaseException if remote else Exception
         self._drivers: dict[int, Driver] = {}
         self._broken: dict[int, str] = {}
@@ -75,20 +80,48 @@ class RowGroup:
     def build(self, builders: Sequence[Builder | PackedBuilder]) -> Answer:
         """Builds the environments; the answer's values are their descriptions."""
         answer = Answer()
+        if self._rebuilds:
+            self._builders = dict(zip(self.rows, builders, strict=True))
         for row, builder in zip(self.rows, builders, strict=True):
             try:
-                own = builder.unpack() if isinstance(builder, PackedBuilder) else builder.isolated()
-                driver = driver_for(own.factory(**own.kwargs), row)
-                description: Description = driver.describe()
+                self._drivers[row], answer.values[row] = self._built(row, builder)
+                self._leaves[row] = answer.values[row].schema
             except self._catch as error:
                 answer.faults.append(self._fault(row, Opcode.BUILD, error))
+        return answer
+
+    @staticmethod
+    def _built(row: int, builder: Builder | PackedBuilder) -> tuple[Driver, Description]:
+        own = builder.unpack() if isinstance(builder, PackedBuilder) else builder.isolated()
+        driver = driver_for(own.factory(**own.kwargs), row)
+        return driver, driver.describe()
+
+    def _rebuild(self, rows: Sequence[int]) -> Answer | None:
+        """Closes the environments of these rows and builds them anew; they want a reset before they step."""
+        assert self._attachment is not None
+        schemas, layout, buffer = self._attachment
+        answer = Answer()
+        for row in rows:
+            try:
+                self._drivers[row].close()
+            except self._catch:
+                pass  # it has failed already, and how it takes its end matters to nobody
+            try:
+                driver, description = self._built(row, self._builders[row])
+                same_leaves(row, self._leaves[row], description.schema)
+                driver.attach(schemas[row], layout.row(buffer, row), sent=self._remote)
+            except self._catch as error:
+                answer.faults.append(self._fault(row, Opcode.BUILD, error))
+                self._broken[row] = Opcode.BUILD.command
                 continue
             self._drivers[row] = driver
-            answer.values[row] = description
-        return answer
+            self._broken.pop(row, None)
+        return answer if answer.faults else None
 
     def attach(self, schemas: dict[int, Schema], layout: Layout, buffer: Any) -> None:
         """Gives each row its arrays in a block laid out for the whole batch."""
+        if self._rebuilds:
+            self._attachment = schemas, layout, buffer
         for row, driver in self._drivers.items():
             driver.attach(schemas[row], layout.row(buffer, row), sent=self._remote)
 
@@ -103,6 +136,8 @@ class RowGroup:
         Returns:
             What does not lie in the buffers, or None if everything does.
         """
+        if opcode == Opcode.REBUILD:
+            return self._rebuild([row for row in self.rows if mask is None or mask[row]])
         run = _COMMANDS[opcode]
         answer: Answer | None = None
         for row, driver in self._drivers.items():
@@ -141,6 +176,20 @@ class RowGroup:
         if opcode in _MOVES:
             self._broken.setdefault(row, opcode.command)
         return Fault.capture(row, opcode.command, error, remote=self._remote)
+
+
+def same_leaves(row: int, expected: Schema, found: Schema) -> None:
+    """Checks that an environment that was built anew has the leaves that its row had before.
+
+    Raises:
+        EnvError: it has others.
+    """
+    if expected != found:
+        old, new = set(expected.leaves), set(found.leaves)
+        raise EnvError(
+            f"row {row} was built anew and has other leaves than before: {list(old - new)} became {list(new - old)}; "
+            "a factory must build the same kind of environment each time"
+        )
 
 
 def _seed(driver: Driver, given: Any) -> Any:

@@ -116,34 +116,53 @@ def shared_semaphores(buffer: Any, offset: int, count: int, *, fresh: bool) -> l
 
 
 @dataclass
-class Signals:
-    """All semaphores of one pool.
+class Completion:
+    """How the workers of one command tell the parent, once, that all of them have finished.
 
     A command to W workers counts down without a lock: ``countdown`` is primed with W - 1, each finishing worker tries
     to take one, and the one that finds none left is the last and rings ``done``.
     """
 
-    doorbells: list[Semaphore]
     countdown: Semaphore
     done: Semaphore
+
+    def finish(self) -> None:
+        """Called by a worker whose answer is written: rings the parent if no other worker is still at it."""
+        if not self.countdown.acquire(False):
+            self.done.release()
+
+
+@dataclass
+class Signals:
+    """All semaphores of one pool.
+
+    There are two completions, of which one is in use. A worker that died or was killed may have left the one in use
+    with any count; the parent goes over to the other then, which nobody alive touches any more (see
+    `shoal.engine.pool.Pool`).
+    """
+
+    doorbells: list[Semaphore]
+    completions: tuple[Completion, Completion]
     memory: Any = None
     """What the semaphores lie in: it lives as long as they do."""
 
     @classmethod
     def in_block(cls, buffer: Any, offset: int, n_workers: int, *, fresh: bool) -> Signals:
         """The signals inside a shared control block."""
-        semaphores = shared_semaphores(buffer, offset, n_workers + 2, fresh=fresh)
-        return cls(semaphores[2:], semaphores[0], semaphores[1], buffer)
+        first, *rest = shared_semaphores(buffer, offset, n_workers + 4, fresh=fresh)
+        return cls(rest[3:], (Completion(first, rest[0]), Completion(rest[1], rest[2])), buffer)
 
     @staticmethod
     def bytes_for(n_workers: int) -> int:
         """Bytes that the signals of so many workers take in the control block."""
-        return (n_workers + 2) * SEMAPHORE_BYTES
+        return (n_workers + 4) * SEMAPHORE_BYTES
 
-    def finish(self) -> None:
-        """Called by a worker whose answer is written: rings the parent if no other worker is still at it."""
-        if not self.countdown.acquire(False):
-            self.done.release()
+
+def empty(*semaphores: Semaphore) -> None:
+    """Takes all that is in these semaphores; nobody else may use them at that time."""
+    for semaphore in semaphores:
+        while semaphore.acquire(False):
+            pass
 
 
 class Waiter:

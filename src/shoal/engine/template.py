@@ -68,6 +68,7 @@ def boot_worker(sock: socket.socket, control_descriptor: int) -> int:
         channel.sock,
         make_control,
         particulars["num_threads"],
+        rebuilds=particulars["rebuilds"],
     )
 
 

@@ -37,13 +37,16 @@ class Worker:
         rows: its rows.
         channel: to the parent.
         control: the pool's control words; worker side.
+        rebuilds: whether rows may be built anew.
     """
 
-    def __init__(self, index: int, rows: Sequence[int], channel: Channel, control: Control) -> None:
+    def __init__(
+        self, index: int, rows: Sequence[int], channel: Channel, control: Control, *, rebuilds: bool = False
+    ) -> None:
         self._index = index
         self._channel = channel
         self._control = control
-        self._group = RowGroup(rows, remote=True)
+        self._group = RowGroup(rows, remote=True, rebuilds=rebuilds)
         self._data: Any = None
 
     def run(self, builders: Sequence[Builder | PackedBuilder]) -> None:
@@ -65,8 +68,8 @@ class Worker:
 
     def _serve(self) -> None:
         control, index, group, channel = self._control, self._index, self._group, self._channel
-        signals = control.signals
-        waiter = Waiter(signals.doorbells[index])
+        first, second = control.signals.completions
+        waiter = Waiter(control.signals.doorbells[index])
         while True:
             waiter.wait()
             sequence, opcode, flags = control.read_command(index)
@@ -74,11 +77,16 @@ class Worker:
             if flags & Flag.MESSAGE:
                 _, given = channel.receive()
             if opcode == Opcode.CLOSE:
-                group.close()
+                closed = group.close()
+                if closed.faults:
+                    self._send(closed, sequence)
                 return
-            answer = group.execute(opcode, control.mask if flags & Flag.MASKED else None, given)
+            if opcode == Opcode.SYNC:
+                answer = None
+            else:
+                answer = group.execute(opcode, control.mask if flags & Flag.MASKED else None, given)
             control.answer(index, sequence, Flag.NONE if answer is None else Flag.MESSAGE)
-            signals.finish()
+            second.finish() if flags & Flag.SECOND else first.finish()
             if answer is not None:
                 # After the completion: the parent reads while we write, so no size of a message can block us both.
                 self._send(answer, sequence)
@@ -102,13 +110,15 @@ def worker_main(
     sock: socket.socket,
     make_control: Callable[[], Control],
     num_threads: int,
+    *,
+    rebuilds: bool = False,
 ) -> int:
     """Runs a worker in this process from its first line to its last; returns its exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     limit_threads(num_threads)
     channel = Channel(sock)
     try:
-        Worker(index, rows, channel, make_control()).run(builders)
+        Worker(index, rows, channel, make_control(), rebuilds=rebuilds).run(builders)
     except BaseException:
         import traceback
 

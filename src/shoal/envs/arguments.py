@@ -12,6 +12,7 @@ import gymnasium
 import gymnasium.vector
 from torchrl.envs.common import EnvBase
 
+from shoal.engine.faults import RestartPolicy
 from shoal.engine.pool import DEFAULT_TIMEOUT
 
 Factory = Callable[..., Any]
@@ -56,13 +57,14 @@ def kwargs_of_rows(kwargs: Any, count: int) -> list[dict[str, Any]]:
     if kwargs is None:
         return [{} for _ in range(count)]
     if isinstance(kwargs, Mapping):
-        return [_copied(kwargs) for _ in range(count)]
+        return [copied(kwargs) for _ in range(count)]
     if len(kwargs) != count:
         raise RuntimeError(f"create_env_kwargs has {len(kwargs)} dicts for num_workers={count} sub-environments")
-    return [_copied(each) for each in kwargs]
+    return [copied(each) for each in kwargs]
 
 
-def _copied(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def copied(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments as one row gets them."""
     try:
         return deepcopy(dict(kwargs))
     except Exception:  # something in them cannot be copied: it is shared, as torchrl shares a sequence of dicts
@@ -81,6 +83,19 @@ def checked_processes(processes: int | None, count: int) -> int:
     if not 1 <= processes <= count:
         raise ValueError(f"processes must be between 1 and num_workers={count}, found {processes}")
     return processes
+
+
+def checked_policy(on_failure: Any) -> RestartPolicy | None:
+    """What to do after a fault; None to raise it.
+
+    Raises:
+        ValueError: something else than ``"raise"``, ``"restart"`` or a policy.
+    """
+    if isinstance(on_failure, RestartPolicy):
+        return on_failure
+    if on_failure not in ("raise", "restart"):
+        raise ValueError(f'on_failure must be "raise", "restart" or a RestartPolicy, found {on_failure!r}')
+    return RestartPolicy() if on_failure == "restart" else None
 
 
 def default_timeout() -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,14 +17,26 @@ from torchrl.envs import batched_envs as reference
 from torchrl.envs.common import EnvBase
 from torchrl.envs.utils import _aggregate_end_of_traj, _terminated_or_truncated, _update_during_reset
 
+from shoal.drivers.torchrl import node_sizes
 from shoal.engine import pickling
+from shoal.engine.faults import FaultLog, FaultRecord, RestartPolicy
+from shoal.engine.pool import DEFAULT_TIMEOUT
 from shoal.engine.protocol import Opcode, ResetInput
+from shoal.engine.recovery import Engine
 from shoal.engine.rows import Builder
 from shoal.engine.schema import NEXT, REWARD, ROOT
-from shoal.envs.arguments import Factory, checked_processes, default_timeout, factories_of_rows, kwargs_of_rows
+from shoal.envs.arguments import (
+    Factory,
+    checked_policy,
+    checked_processes,
+    copied,
+    default_timeout,
+    factories_of_rows,
+    kwargs_of_rows,
+)
 from shoal.envs.remote import RemoteAttributes
-from shoal.envs.results import Results, node_sizes, td_key
-from shoal.envs.session import Engine, Session
+from shoal.envs.results import Results, td_key
+from shoal.envs.session import Session
 from shoal.envs.specs import batch_specs
 from shoal.envs.views import Views
 
@@ -52,6 +65,11 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         mp_start_method: how workers start, see `ParallelEnv`.
         processes: how many workers carry the rows, see `ParallelEnv`.
         step_timeout: seconds that one command may take, see `ParallelEnv`.
+        build_timeout: seconds that building the sub-environments may take, see `ParallelEnv`.
+        on_failure: ``"raise"`` (default): a fault is raised. ``"restart"``: the sub-environment is built anew, in a new
+            worker process if its own is gone; its row comes back truncated, with its last good observation and no
+            reward, and the fault is logged and listed in `faults`. A `RestartPolicy` says how often, and how fast;
+            after that the fault is raised.
         shutdown_timeout: seconds that workers have to close on their own before they are killed.
         serial_for_single: ``ParallelEnv(1, ..., serial_for_single=True)`` returns a `SerialEnv`.
         non_blocking: accepted; copies between devices are complete before a result is returned.
@@ -99,6 +117,8 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         auto_wrap_envs: bool = True,
         processes: int | None = None,
         step_timeout: float | None = None,
+        build_timeout: float | None = None,
+        on_failure: str | RestartPolicy = "raise",
     ) -> None:
         super().__init__(device=None)
         num_workers = operator.index(num_workers)
@@ -125,6 +145,9 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         self.daemon = daemon
         self.shutdown_timeout = float(shutdown_timeout)
         self.step_timeout = default_timeout() if step_timeout is None else float(step_timeout)
+        self.build_timeout = max(self.step_timeout, DEFAULT_TIMEOUT) if build_timeout is None else float(build_timeout)
+        self._policy = checked_policy(on_failure)
+        self._faults = FaultLog()
         self._share_memory = shared_memory
         self._memmap = memmap
         self._non_blocking = non_blocking
@@ -154,7 +177,10 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         ]
         engine = self._make_engine(builders)
         try:
-            session = Session(engine, use_buffers=self._use_buffers is not False)
+            session = Session(
+                engine, use_buffers=self._use_buffers is not False, policy=self._policy, faults=self._faults
+            )
+            session.timeout = self.step_timeout
             self._take_specs(session)
         except BaseException:
             engine.close()
@@ -304,6 +330,42 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         if session is not None and not session.closed:
             session.close()
 
+    @property
+    def step_timeout(self) -> float:
+        """Seconds that one command of a `ParallelEnv` may take."""
+        return float(self.__dict__["_step_timeout"])
+
+    @step_timeout.setter
+    def step_timeout(self, seconds: float) -> None:
+        if not seconds > 0:
+            raise ValueError(f"step_timeout must be a positive number of seconds, found {seconds!r}")
+        self.__dict__["_step_timeout"] = float(seconds)
+        session: Session | None = self.__dict__.get("_session")
+        if session is not None:
+            session.timeout = float(seconds)
+
+    @contextmanager
+    def time_limit(self, seconds: float) -> Iterator[None]:
+        """Within this context each command of a `ParallelEnv` may take so many seconds, whatever ``step_timeout`` is.
+
+        Example:
+            >>> with env.time_limit(60.0):  # the first reset loads a level
+            ...     tensordict = env.reset()
+        """
+        before, self.step_timeout = self.step_timeout, seconds
+        try:
+            yield
+        finally:
+            self.step_timeout = before
+
+    @property
+    def faults(self) -> list[FaultRecord]:
+        """What has happened to which row and when: the last 1,000 faults, the oldest first.
+
+        They are numbered from 1 on, so the last one's ``number`` is how many there have been.
+        """
+        return self._faults.records
+
     def __enter__(self) -> BatchedEnv:
         return self
 
@@ -375,7 +437,7 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         state = self.__dict__.copy()
         state.update(dict.fromkeys(_UNTIL_USED))
         state["create_env_fn"] = _Factories(state["create_env_fn"])
-        state.update(_in_use=False, _threads_before=None, _collector=None)
+        state.update(_in_use=False, _threads_before=None, _collector=None, _faults=FaultLog())
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -453,7 +515,7 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
                 wanted = {**schema.by_area["input"], **schema.by_area[NEXT], **masks}
                 found = {key: parts[place].get(td_key(key), None) for key in wanted}
                 leaves = {key: _detached(value, self._parallel) for key, value in found.items() if value is not None}
-            merged = {**kwargs, **(own[place] if own is not None else {})}
+            merged = copied({**kwargs, **(own[place] if own is not None else {})})
             if leaves or merged:
                 given[rows[place]] = ResetInput(leaves or None, merged)
         return given or None
@@ -696,8 +758,9 @@ class _Factories:
 
 
 def _detached(value: Any, parallel: bool) -> Any:
-    if parallel and (isinstance(value, torch.Tensor) or is_tensor_collection(value)):
-        return value.detach().cpu()
+    """A value of the caller's as a sub-environment gets it: it never changes the caller's own."""
+    if isinstance(value, torch.Tensor) or is_tensor_collection(value):
+        return value.detach().cpu() if parallel else value.clone()
     return value
 
 

@@ -43,7 +43,9 @@ class ParallelEnv(BatchedEnv, metaclass=_SerialForSingle):
             method of the whole process is never touched.
         shutdown_timeout: seconds that workers have to close on their own before they are killed.
         step_timeout: seconds that one command may take; by default the environment variable ``BATCHED_PIPE_TIMEOUT``,
-            else 10,000. Being idle is never a timeout.
+            else 10,000. Being idle is never a timeout. May be set later; `time_limit` sets it for some calls.
+        build_timeout: seconds that building the sub-environments may take; by default ``step_timeout``, and 10,000 at
+            least.
         serial_for_single: with ``num_workers=1``, returns a `SerialEnv`.
 
     Raises:
@@ -77,6 +79,8 @@ class ParallelEnv(BatchedEnv, metaclass=_SerialForSingle):
                 num_threads=self.num_sub_threads,
                 memmap=self._memmap,
                 step_timeout=self.step_timeout,
+                build_timeout=self.build_timeout,
+                rebuilds=self._policy is not None,
                 shutdown_timeout=self.shutdown_timeout,
             ),
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection
 
 from shoal.drivers.torchrl import as_tensor
 from shoal.engine.pool import Pool
@@ -235,16 +235,16 @@ class Results:
                     continue
             if leaf.fixed or leaf.dtype != "object":
                 value = self._converted(value, key, leaf)
+            if self._session.rows[row].schema.by_area[INPUT][key].fixed and tuple(value.shape) != leaf.shape:
+                raise RuntimeError(
+                    f"the input's {'.'.join(key)!r} ({leaf.role}) of row {row} of {len(self.rows)} rows has shape "
+                    f"{tuple(value.shape)}: expected {leaf.shape}"
+                )
             buffer = self._row_buffer(row, INPUT, key, leaf)
             if buffer is None:
                 given.setdefault(row, StepInput()).leaves[key] = self._message(value, row)
-                continue
-            if value.shape != buffer.shape:
-                raise RuntimeError(
-                    f"the input's {'.'.join(key)!r} ({leaf.role}) of row {row} of {len(self.rows)} rows has shape "
-                    f"{tuple(value.shape)}: expected {tuple(buffer.shape)}"
-                )
-            buffer.copy_(value.detach())
+            else:
+                buffer.copy_(value.detach())
 
     def _carry(self, tensordict: TensorDictBase, places: Sequence[int], given: dict[int, StepInput]) -> None:
         """Leaves that the caller has set in next go to the sub-environments whose specs know them."""
@@ -327,7 +327,7 @@ class Results:
             value: Any = None
             if took_part:
                 buffer = self._row_buffer(row, area, key, leaf)
-                value = buffer.clone() if buffer is not None else _tensor(values[row][area, key], leaf)  # type: ignore[index]
+                value = buffer.clone() if buffer is not None else _own(values[row][area, key], leaf)  # type: ignore[index]
             else:
                 if rest is not None:
                     value = rest.get(td_key(key), None)
@@ -393,7 +393,7 @@ class Results:
                 value = None if given_row is None else given_row.get(td_key(key), None)
                 if value is None:
                     buffer = self._row_buffer(row, area, key, leaf)
-                    value = buffer.clone() if buffer is not None else _tensor(self._session.latest[row].get(key), leaf)
+                    value = buffer.clone() if buffer is not None else _own(self._session.latest[row].get(key), leaf)
                 source_row[key] = value
             rows.append(self._build_row(row, source_row))
         return self.stack(rows)
@@ -470,6 +470,12 @@ def _tensor(value: Any, leaf: Leaf) -> Any:
     return as_tensor(value, leaf.dtype) if isinstance(value, np.ndarray) else value
 
 
+def _own(value: Any, leaf: Leaf) -> Any:
+    """A value that came by message, in memory of its own: the session keeps it too, as the row's latest."""
+    value = _tensor(value, leaf)
+    return value.clone() if isinstance(value, torch.Tensor) or is_tensor_collection(value) else value
+
+
 def _node_size(outputs: Any, prefix: Key, default: torch.Size) -> torch.Size:
     for name in ("full_observation_spec", "full_done_spec", "full_reward_spec"):
         spec = outputs[name] if name in outputs.keys() else None
@@ -478,20 +484,3 @@ def _node_size(outputs: Any, prefix: Key, default: torch.Size) -> torch.Size:
         if spec is not None:
             return torch.Size(spec.shape)
     return default
-
-
-def node_sizes(*specs: Any) -> dict[Key, torch.Size]:
-    """Batch size of each nested node that composite specs describe, by key."""
-    sizes: dict[Key, torch.Size] = {}
-
-    def visit(spec: Any, prefix: Key) -> None:
-        for name in spec.keys():
-            child = spec[name]
-            if child is not None and hasattr(child, "keys"):
-                sizes.setdefault((*prefix, name), torch.Size(child.shape))
-                visit(child, (*prefix, name))
-
-    for spec in specs:
-        if spec is not None:
-            visit(spec, ())
-    return sizes

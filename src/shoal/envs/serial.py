@@ -24,13 +24,13 @@ class SerialEnv(BatchedEnv):
     """
 
     def _make_engine(self, builders: list[Builder]) -> LocalEngine:
-        return LocalEngine(builders)
+        return LocalEngine(builders, rebuilds=self._policy is not None)
 
     @property
     def _envs(self) -> list[object]:
         engine = self._started().engine
         assert isinstance(engine, LocalEngine)
-        return engine.envs
+        return [engine.envs[row] for row in self.__dict__["_results"].rows]
 
 
 reference.SerialEnv.register(SerialEnv)

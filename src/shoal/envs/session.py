@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.engine.errors import raise_faults
-from shoal.engine.local import LocalEngine
+from shoal.engine.errors import Fault, WorkerDied, WorkerTimeout, raise_faults
+from shoal.engine.faults import RAISED, FaultLog, RestartPolicy
 from shoal.engine.pool import Pool
 from shoal.engine.protocol import Answer, Opcode
+from shoal.engine.recovery import Engine, Recovery
 from shoal.engine.schema import NEXT, ROOT, Key
 from shoal.envs.specs import RowSpecs, row_specs
-
-Engine = LocalEngine | Pool
 
 
 class Session:
@@ -21,8 +20,11 @@ class Session:
     Args:
         engine: runs the commands; its environments are built.
         use_buffers: whether leaves of fixed shape travel by buffer.
+        policy: how to mend faults; None to raise them.
+        faults: where to note them.
 
     Attributes:
+        timeout: seconds that a command may take; None for what the engine was told.
         rows: the sub-environments.
         alike: whether they all have the same leaves.
         in_next: for each row, whether its latest values lie in the ``NEXT`` area (it was stepped last) rather than in
@@ -30,7 +32,9 @@ class Session:
         latest: for each row, the latest root values of the leaves that travel by message.
     """
 
-    def __init__(self, engine: Engine, *, use_buffers: bool) -> None:
+    def __init__(
+        self, engine: Engine, *, use_buffers: bool, policy: RestartPolicy | None = None, faults: FaultLog | None = None
+    ) -> None:
         self.engine = engine
         self.rows: list[RowSpecs] = [row_specs(description) for description in engine.descriptions]
         self.schemas = [
@@ -43,6 +47,10 @@ class Session:
         self._all_in_next: bool | None = False
         self.latest: list[dict[Key, Any]] = [{} for _ in self.rows]
         self.closed = False
+        self.timeout: float | None = None
+        self.faults = FaultLog() if faults is None else faults
+        self._recovery = None if policy is None else Recovery(engine, self.schemas, policy, self.faults)
+        self._execute = engine.execute if self._recovery is None else self._recovery.run
 
     def run(
         self, opcode: Opcode, rows: Sequence[int] | None = None, given: dict[int, Any] | None = None
@@ -53,10 +61,15 @@ class Session:
             Exception: what a sub-environment raised; the other rows' results are kept.
         """
         try:
-            answer: Answer | None = self.engine.execute(opcode, rows, given)
-        except BaseException:
+            answer: Answer | None = self._execute(opcode, rows, given, self.timeout)
+        except BaseException as error:
             self.closed = self.closed or getattr(self.engine, "closed", False)
+            if self._recovery is None and isinstance(error, (WorkerDied, WorkerTimeout)):
+                pid = getattr(error, "pid", -1)
+                self.faults.add([Fault.of_loss(row, opcode.command, error, pid) for row in error.rows], RAISED)
             raise
+        if self._recovery is None and answer is not None and answer.faults:
+            self.faults.add(answer.faults, RAISED)
         failed = {fault.row for fault in answer.faults} if answer is not None else ()
         if opcode in _MOVES:
             stepped = opcode == Opcode.STEP
@@ -79,9 +92,13 @@ class Session:
         return answer.values
 
     def close(self) -> None:
-        """Ends the engine."""
+        """Ends the engine.
+
+        Raises:
+            Exception: what a sub-environment raised in its own close; everything is closed all the same.
+        """
         self.closed = True
-        self.engine.close()
+        raise_faults(self.engine.close())
 
 
 _MOVES = frozenset({Opcode.RESET, Opcode.STEP, Opcode.STEP_AND_MAYBE_RESET})
