@@ -1,7 +1,8 @@
 """What is known of the faults of a batch: the record of them, the log, and what is to be done about them.
 
 Everything is logged to the standard logger ``"shoal"``, which is quiet unless the program sets logging up: INFO when
-workers start, WARNING when a fault was mended or a worker had to be killed, ERROR when a fault is raised.
+workers start, and when a question of the caller's (an attribute, a method, a state) raises; WARNING when a fault was
+mended, or a worker had to be killed; ERROR when a fault is raised.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ log.addHandler(logging.NullHandler())
 RAISED = "raised"
 RESTARTED = "restarted"
 _KEPT = 1000
+_QUESTIONS = frozenset({"get_attr", "set_attr", "call", "state_dict", "load_state_dict"})
+"""Commands whose exceptions are answers to the caller, and harm nothing."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,6 @@ class FaultLog:
 
     def add(self, faults: Sequence[Fault], action: str, remark: str = "") -> None:
         """Notes faults, and writes them to the log."""
-        level = logging.WARNING if action == RESTARTED else logging.ERROR
         together: dict[int, list[Fault]] = {}
         for fault in faults:
             self.count += 1
@@ -103,4 +105,10 @@ class FaultLog:
                 f"{first.name}: {first.message}" if first.lost else f"{first.where()}: {first.name}: {first.message}"
             )
             trace = f"\n{first.trace.rstrip()}" if first.trace else ""
-            log.log(level, "%s; %s%s%s", where, action, remark, trace)
+            log.log(_level(first, action), "%s; %s%s%s", where, action, remark, trace)
+
+
+def _level(fault: Fault, action: str) -> int:
+    if action == RESTARTED:
+        return logging.WARNING
+    return logging.INFO if fault.command in _QUESTIONS and not fault.lost else logging.ERROR

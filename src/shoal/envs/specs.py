@@ -8,6 +8,7 @@ from typing import Any
 
 import gymnasium
 import torch
+import torchrl.envs.libs.utils  # noqa: F401 - later, it would keep the frames of whoever imports it alive
 from torchrl.data.tensor_specs import Binary, Bounded, Composite, TensorSpec
 from torchrl.envs import GymWrapper
 from torchrl.envs.libs.gym import _gym_to_torchrl_spec_transform
