@@ -89,9 +89,10 @@ class TemplateProcess:
         ours, theirs = socket.socketpair()
         code = "from shoal.engine.template import template_main; template_main()"
         environment = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, str(num_threads))}
-        self._process = subprocess.Popen(
-            python_command(code, theirs.fileno(), os.getpid()), pass_fds=(theirs.fileno(),), env=environment
-        )
+        with interrupts_held_back():
+            self._process = subprocess.Popen(
+                python_command(code, theirs.fileno(), os.getpid()), pass_fds=(theirs.fileno(),), env=environment
+            )
         theirs.close()
         self._channel = Channel(ours)
         self.send({"path": sys.path, "argv": sys.argv, "num_threads": num_threads, "fork": fork})
@@ -161,6 +162,20 @@ class TemplateProcess:
         self._channel.close()
 
 
+@contextmanager
+def interrupts_held_back() -> Iterator[None]:
+    """A process that is started in this context gets no Ctrl-C until it says that it ignores them; this one gets those
+    of the meantime afterwards."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 _held: dict[tuple[int, bool], TemplateProcess] | None = None
 
 
@@ -172,6 +187,9 @@ def hold_templates() -> Iterator[None]:
     imported anew then, so changes to their source are not seen.
     """
     global _held
+    if _held is not None:  # within another one, which goes on holding them
+        yield
+        return
     _held = {}
     try:
         yield
@@ -341,7 +359,8 @@ class PortableLauncher(Launcher):
         hidden: Any = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
         main.__spec__ = None
         try:
-            process.start()  # with no sign of where __main__ came from, so that the child does not run it again
+            with interrupts_held_back():
+                process.start()  # with no sign of where __main__ came from, so that the child does not run it again
         finally:
             main.__dict__.update(hidden)
         theirs.close()

@@ -22,9 +22,10 @@ from typing import Any
 from shoal.engine import pickling
 from shoal.engine.channel import Channel
 from shoal.engine.memory import open_block
+from shoal.engine.needs import import_needs
 from shoal.engine.protocol import Control
 from shoal.engine.rows import PackedBuilder
-from shoal.engine.worker import limit_threads, worker_main
+from shoal.engine.worker import ignore_interrupts, limit_threads, worker_main
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 0.5
@@ -82,7 +83,7 @@ def exec_main() -> None:
 def template_main() -> None:
     """Entry of the template process: socket and parent come on the command line."""
     descriptor, parent = map(int, sys.argv[1:3])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_interrupts()
     os._exit(Template(Channel(socket.socket(fileno=descriptor)), parent).run())
 
 
@@ -144,10 +145,11 @@ class Template:
             return
         for blob in request["warm"]:
             try:
-                pickling.loads(blob)
+                factory, _ = pickling.loads(blob)
             except Exception:
                 # The worker meets the same error when it builds the row, and reports it with the row's number.
                 continue
+            import_needs(factory)
         _import_what_follows()
         gc.collect()
         gc.freeze()

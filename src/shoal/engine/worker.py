@@ -103,6 +103,13 @@ class Worker:
             self._channel.send(Answer(faults=answer.faults + faults), sequence)
 
 
+def ignore_interrupts() -> None:
+    """Leaves Ctrl-C, which a terminal sends to every process, to the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see `launch.interrupts_held_back`
+
+
 def worker_main(
     index: int,
     rows: Sequence[int],
@@ -114,7 +121,7 @@ def worker_main(
     rebuilds: bool = False,
 ) -> int:
     """Runs a worker in this process from its first line to its last; returns its exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_interrupts()
     limit_threads(num_threads)
     channel = Channel(sock)
     try:
