@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torchrl.envs import GymEnv
 
 from shoal import ParallelEnv, SerialEnv, WorkerDied
 from tests.support import Counter, SlowMethod, Trouble, children, ended, script, until
@@ -21,6 +22,13 @@ from tests.support import Counter, SlowMethod, Trouble, children, ended, script,
 FACE = "import time\nfrom shoal import ParallelEnv\nfrom tests.support import Counter, children\n"
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+def imports_within() -> Any:
+    from torchrl.envs import GymEnv
+
+    return GymEnv("CartPole-v1")
+
 
 BOTH = pytest.mark.parametrize("kind", [SerialEnv, ParallelEnv])
 
@@ -42,6 +50,7 @@ def test_start_and_close_are_errors_where_they_make_no_sense(kind: type) -> None
 
 @BOTH
 def test_a_batch_that_was_never_used_closes_without_an_error(kind: type) -> None:
+    kind(1, Counter).close()  # brings up the template that the tests share
     before = children()
     env = kind(2, Counter)
     env.close()
@@ -62,6 +71,7 @@ def test_specs_stay_readable_when_closed_and_the_next_use_starts_afresh(kind: ty
 
 @BOTH
 def test_with_closes(kind: type) -> None:
+    kind(1, Counter).close()  # brings up the template that the tests share
     before = children()
     with kind(2, Counter) as env:
         env.reset()
@@ -141,6 +151,7 @@ def test_the_parent_may_be_idle_for_longer_than_the_timeout() -> None:
 
 @BOTH
 def test_losing_the_last_reference_ends_the_workers_at_once(kind: type) -> None:
+    kind(1, Counter).close()  # brings up the template that the tests share
     before = children()
     env = kind(2, Counter)
     env.step(env.rand_action(env.reset()))
@@ -205,10 +216,11 @@ def test_inference_mode_and_a_default_dtype_change_nothing_but_the_reward(kind: 
     env.close()
     torch.set_default_dtype(torch.float64)
     try:
-        env = kind(2, Counter)
-        reward = env.rollout(2)["next", "reward"]
-        assert reward.dtype == env.reward_spec.dtype == torch.float64
-        env.close()
+        for factory in (Counter, functools.partial(GymEnv, "CartPole-v1"), imports_within):
+            env = kind(2, factory)
+            reward = env.rollout(2)["next", "reward"]
+            assert reward.dtype == env.reward_spec.dtype == torch.float64
+            env.close()
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -168,3 +168,14 @@ def test_a_row_that_fails_right_after_a_reset_is_where_the_reset_left_it(kind: t
     after = env.reset(td.empty().set("_reset", torch.tensor([[True], [False]])))
     assert after["observation"].tolist() == [[0, 3, 2], [0, 2, 1]]
     env.close()
+
+
+def test_ipython_displays_and_completes_it_and_no_worker_is_harmed(env: Any) -> None:
+    from IPython.core.completer import Completer
+    from IPython.core.formatters import DisplayFormatter
+
+    data, _ = DisplayFormatter().format(env)
+    assert "batch_size=torch.Size([3])" in data["text/plain"]
+    assert "env.rollout" in Completer(namespace={"env": env}).attr_matches("env.roll")
+    assert not env.faults
+    assert env.step(env.rand_action(env.reset()))["next", "observation"][:, 0].tolist() == [1, 1, 1]

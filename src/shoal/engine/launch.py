@@ -332,6 +332,7 @@ def _run_fork(sock: socket.socket, particulars: dict[str, Any], builders: Sequen
         make_control,
         particulars["num_threads"],
         rebuilds=particulars["rebuilds"],
+        dtype=particulars["default_dtype"],
     )
 
 
@@ -408,6 +409,7 @@ def _portable_main(
         make_control,
         particulars["num_threads"],
         rebuilds=particulars["rebuilds"],
+        dtype=particulars["default_dtype"],
     )
     if code:
         sys.exit(code)

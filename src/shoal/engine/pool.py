@@ -32,6 +32,7 @@ from shoal.engine.protocol import Answer, Control, Opcode
 from shoal.engine.rows import Builder, same_leaves
 from shoal.engine.schema import Key, Schema
 from shoal.engine.signals import Completion, Signals, can_share_semaphores
+from shoal.engine.worker import default_dtype
 
 DEFAULT_TIMEOUT = 10_000.0
 """Seconds that a command may take unless said otherwise."""
@@ -153,6 +154,7 @@ class Pool:
             "n_rows": len(builders),
             "num_threads": self._options.num_threads,
             "rebuilds": self._options.rebuilds,
+            "default_dtype": default_dtype(),
             "control": self._block.handle(),
         }
         self._channels[worker] = self._launcher.launch(particulars, [builders[row] for row in rows])

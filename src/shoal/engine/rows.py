@@ -61,15 +61,24 @@ class RowGroup:
         rows: indices of the rows in the batch.
         remote: whether faults must be sent to another process (then any exception is caught, also ``SystemExit``).
         rebuilds: whether rows may be built anew; what builds them is kept for that.
+        prepare: called before each environment is built, when what its factory refers to is loaded.
 
     An exception of one row ends that row's part of the command; the other rows go on. A row whose state an exception
     may have broken refuses to step until it was reset.
     """
 
-    def __init__(self, rows: Sequence[int], *, remote: bool, rebuilds: bool = False) -> None:
+    def __init__(
+        self,
+        rows: Sequence[int],
+        *,
+        remote: bool,
+        rebuilds: bool = False,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
         self.rows = tuple(rows)
         self._remote = remote
         self._rebuilds = rebuilds
+        self._prepare = prepare
         self._builders: dict[int, Builder | PackedBuilder] = {}
         self._leaves: dict[int, Schema] = {}
         self._attachment: tuple[dict[int, Schema], Layout, Any] | None = None
@@ -90,9 +99,10 @@ class RowGroup:
                 answer.faults.append(self._fault(row, Opcode.BUILD, error))
         return answer
 
-    @staticmethod
-    def _built(row: int, builder: Builder | PackedBuilder) -> tuple[Driver, Description]:
+    def _built(self, row: int, builder: Builder | PackedBuilder) -> tuple[Driver, Description]:
         own = builder.unpack() if isinstance(builder, PackedBuilder) else builder.isolated()
+        if self._prepare is not None:
+            self._prepare()
         driver = driver_for(own.factory(**own.kwargs), row)
         return driver, driver.describe()
 

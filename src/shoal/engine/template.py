@@ -70,6 +70,7 @@ def boot_worker(sock: socket.socket, control_descriptor: int) -> int:
         make_control,
         particulars["num_threads"],
         rebuilds=particulars["rebuilds"],
+        dtype=particulars["default_dtype"],
     )
 
 

@@ -29,6 +29,20 @@ def limit_threads(count: int) -> None:
         torch.set_num_threads(count)
 
 
+def default_dtype() -> str | None:
+    """The name of torch's default dtype in this process; None if torch is not loaded, or has its usual one."""
+    torch = sys.modules.get("torch")
+    name = None if torch is None else str(torch.get_default_dtype()).removeprefix("torch.")
+    return None if name == "float32" else name
+
+
+def set_default_dtype(name: str) -> None:
+    """Gives torch that default dtype, if it is loaded."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_default_dtype(getattr(torch, name))
+
+
 class Worker:
     """One worker: its rows, and the words it exchanges with its parent.
 
@@ -38,15 +52,23 @@ class Worker:
         channel: to the parent.
         control: the pool's control words; worker side.
         rebuilds: whether rows may be built anew.
+        prepare: called before each environment is built.
     """
 
     def __init__(
-        self, index: int, rows: Sequence[int], channel: Channel, control: Control, *, rebuilds: bool = False
+        self,
+        index: int,
+        rows: Sequence[int],
+        channel: Channel,
+        control: Control,
+        *,
+        rebuilds: bool = False,
+        prepare: Callable[[], None] | None = None,
     ) -> None:
         self._index = index
         self._channel = channel
         self._control = control
-        self._group = RowGroup(rows, remote=True, rebuilds=rebuilds)
+        self._group = RowGroup(rows, remote=True, rebuilds=rebuilds, prepare=prepare)
         self._data: Any = None
 
     def run(self, builders: Sequence[Builder | PackedBuilder]) -> None:
@@ -119,13 +141,15 @@ def worker_main(
     num_threads: int,
     *,
     rebuilds: bool = False,
+    dtype: str | None = None,
 ) -> int:
     """Runs a worker in this process from its first line to its last; returns its exit code."""
     ignore_interrupts()
     limit_threads(num_threads)
     channel = Channel(sock)
     try:
-        Worker(index, rows, channel, make_control(), rebuilds=rebuilds).run(builders)
+        prepare = None if dtype is None else lambda: set_default_dtype(dtype)
+        Worker(index, rows, channel, make_control(), rebuilds=rebuilds, prepare=prepare).run(builders)
     except BaseException:
         import traceback
 
