@@ -10,6 +10,28 @@ import sys
 from typing import Any
 
 from shoal.drivers.base import Driver
+from shoal.engine.layout import Array
+from shoal.engine.schema import Key
+
+
+def together_for(
+    drivers: dict[int, Driver], arrays: dict[str, dict[Key, Array]], fresh: Array, catch: type[BaseException]
+) -> Any:
+    """What steps these drivers' environments in one loop, see `shoal.drivers.together`; None if each goes by itself.
+
+    Args:
+        drivers: of the rows of one process, attached, in order.
+        arrays: ``[n, ...]`` arrays of their leaves, by area and key.
+        fresh: ``[n]`` flags that say which rows were reset.
+        catch: what to catch of a row.
+    """
+    if "shoal.drivers.gymnasium" not in sys.modules:
+        return None
+    from shoal.drivers.together import Together, may_step_together
+
+    if not may_step_together(list(drivers.values()), arrays):
+        return None
+    return Together(drivers, arrays, fresh, catch)  # type: ignore[arg-type]
 
 
 def driver_for(env: Any, row: int) -> Driver:

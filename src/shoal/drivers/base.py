@@ -45,6 +45,8 @@ class Driver(ABC):
     """
 
     env: Any
+    was_reset = False
+    """Whether the last `step_and_maybe_reset` has written the ``ROOT`` area."""
 
     @abstractmethod
     def describe(self) -> Description:
@@ -70,9 +72,10 @@ class Driver(ABC):
 
     @abstractmethod
     def step_and_maybe_reset(self, given: StepInput | None) -> Messages | None:
-        """Steps, writes ``NEXT``, resets if the row is done, and writes ``ROOT``.
+        """Steps, writes ``NEXT``, resets if the row is done, and then writes ``ROOT``.
 
-        ``NEXT`` is written before the reset: an environment may reuse its observation's memory.
+        ``NEXT`` is written before the reset: an environment may reuse its observation's memory. Where the root values
+        are those of ``NEXT``, `was_reset` says so, and they are not written, or sent, a second time.
         """
 
     @abstractmethod

@@ -169,15 +169,14 @@ class GymnasiumDriver(Driver):
                     slots[leaf.key] = np.zeros(leaf.shape, leaf.dtype)
                     self._sent.get(area, self._given)[leaf.key] = slots[leaf.key]
         self._messages = bool(self._loose or self._sent[NEXT] or self._sent[ROOT])
+        reward = areas[NEXT][("reward",)]
+        self._simple_reward = reward.shape == (1,) and reward.dtype.kind == "f"
         self._read_action = make_reader(self._details.action, areas[INPUT], self._details.action_key)
         self._write_next = self._observation_writer(areas[NEXT])
         self._write_root = self._observation_writer(areas[ROOT])
         self._write_reward = self._reward_writer(areas[NEXT][("reward",)])
         self._next_flags = [memoryview(areas[NEXT][key].data) for key in DONE_KEYS]
         self._root_flags = [memoryview(areas[ROOT][key].data) for key in DONE_KEYS]
-        self._observation_pairs = [
-            (areas[ROOT][key], areas[NEXT][key]) for key in self._details.observation.leaves() if key in areas[NEXT]
-        ]
 
     def _observation_writer(self, arrays: dict[Key, Array]) -> Writer:
         plan = self._details.observation
@@ -253,15 +252,11 @@ class GymnasiumDriver(Driver):
             self._take(given)
         observation, done = self._step()
         messages = self._collect(NEXT, observation) if self._messages else None
+        self.was_reset = done
         if done:
             observation = self._reset({})
-        else:
-            for root, following in self._observation_pairs:
-                root[...] = following
-            flags = self._root_flags
-            flags[0][0] = flags[1][0] = flags[2][0] = False
-        if messages is not None:
-            messages.update(self._collect(ROOT, observation))
+            if messages is not None:
+                messages.update(self._collect(ROOT, observation))
         return messages
 
     def _take(self, given: StepInput) -> None:

@@ -151,6 +151,7 @@ class TorchRLDriver(Driver):
             ]
             for area in (NEXT, ROOT)
         }
+        self._dones = [_td_key(key) for key, leaf in schema.by_area[NEXT].items() if leaf.role == DONE]
         kind = type(self.env)
         self._in_parts = (
             kind.step_and_maybe_reset in (EnvBase.step_and_maybe_reset,)
@@ -201,16 +202,27 @@ class TorchRLDriver(Driver):
         env, tensordict = self.env, self._step_input(given)
         if self._in_parts:
             tensordict, root = self._advance(env.step(tensordict))
-            messages = self._write(NEXT, tensordict.get("next"))
+            following = tensordict.get("next")
+            messages = self._write(NEXT, following)
+            done = self._any_done(following)  # now: a reset may write to the same tensors
             root = env.maybe_reset(root)
         else:
             tensordict, root = env.step_and_maybe_reset(tensordict)
-            messages = self._write(NEXT, tensordict.get("next"))
+            following = tensordict.get("next")
+            messages = self._write(NEXT, following)
+            done = self._any_done(following)
         self._root = root
-        more = self._write(ROOT, root)
+        # Where nothing is done, what the root shares with next is the same; hooks and transforms may have set the rest.
+        self.was_reset = done or any(
+            root.get(name, None) is not following.get(name) for _, name, _, _ in self._outputs[ROOT]
+        )
+        more = self._write(ROOT, root) if self.was_reset else None
         if more:
             return {**messages, **more} if messages else more
         return messages
+
+    def _any_done(self, following: TensorDictBase) -> bool:
+        return any(bool(following.get(name).any()) for name in self._dones)
 
     def _advance(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         env = self.env

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
+
 from shoal.drivers.base import Description
 from shoal.engine.errors import Fault, raise_faults
 from shoal.engine.layout import Array, Layout
@@ -41,7 +43,8 @@ class LocalEngine:
         buffer = bytearray(layout.size)
         self.arrays = layout.batch(buffer)
         self.row_arrays = [layout.row(buffer, row) for row in range(len(schemas))]
-        self._group.attach(dict(enumerate(schemas)), layout, buffer)
+        self.fresh = np.zeros(len(schemas), bool)
+        self._group.attach(dict(enumerate(schemas)), layout, buffer, self.fresh)
 
     def execute(
         self,

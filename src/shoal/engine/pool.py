@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from shoal.drivers.base import Description
 from shoal.engine.channel import Channel, UnreadableMessage
 from shoal.engine.errors import Fault, WorkerDied, WorkerTimeout, raise_faults
@@ -180,6 +182,7 @@ class Pool:
         self._data = create_block(self._layout.size, memmap=self._options.memmap, named=self._options.portable)
         self.arrays = self._layout.batch(self._data.buffer)
         self.row_arrays = [self._layout.row(self._data.buffer, row) for row in range(len(schemas))]
+        self.fresh = np.frombuffer(self._control.fresh, bool)
         try:
             self._attach(range(self._options.processes))
         except BaseException as error:
@@ -340,6 +343,7 @@ class Pool:
             channel.close()
         # The memory goes when the last array over it does; ours go first.
         self.arrays, self.row_arrays = {}, []
+        self.__dict__.pop("fresh", None)
         self._launcher = self._exchange = None
         del self._control
         self._block.close()

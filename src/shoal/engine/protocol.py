@@ -101,6 +101,11 @@ _WORD_BYTES = 8
 class Control:
     """The block of command and answer words, row masks and semaphores of one pool.
 
+    Attributes:
+        mask: one byte a row: whether it takes part in a masked command.
+        fresh: one byte a row: whether the last ``STEP_AND_MAYBE_RESET`` has written its ``ROOT`` area, since the row
+            was reset; where not, its root values are those in ``NEXT``, and nobody has copied them.
+
     Args:
         buffer: the block's memory.
         n_workers: how many workers.
@@ -116,14 +121,15 @@ class Control:
         lines = 2 * n_workers * _LINE_BYTES
         self._words = view[:lines].cast("q")
         self.mask = view[lines : lines + n_rows]
+        self.fresh = view[lines + n_rows : lines + 2 * n_rows]
         self._n_workers = n_workers
-        offset = -(-(lines + n_rows) // _LINE_BYTES) * _LINE_BYTES
+        offset = -(-(lines + 2 * n_rows) // _LINE_BYTES) * _LINE_BYTES
         self.signals = signals or Signals.in_block(buffer, offset, n_workers, fresh=fresh)
 
     @staticmethod
     def bytes_for(n_workers: int, n_rows: int) -> int:
         """Bytes of a control block."""
-        return 2 * n_workers * _LINE_BYTES + n_rows + _LINE_BYTES + Signals.bytes_for(n_workers)
+        return 2 * n_workers * _LINE_BYTES + 2 * n_rows + _LINE_BYTES + Signals.bytes_for(n_workers)
 
     def command(self, worker: int, sequence: int, opcode: int, flags: int) -> None:
         """Writes a worker's command; ring its doorbell after."""

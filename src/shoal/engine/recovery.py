@@ -115,6 +115,8 @@ class Recovery:
                 ends[row] = self._end_of_episode(row)
             if opcode == Opcode.STEP:
                 break
+            for row in truncated:
+                self._engine.fresh[row] = True
             fresh = self._run(Opcode.RESET, sorted(truncated), None, timeout) or Answer()
             answer.values.update(fresh.values)
             answer.faults = fresh.faults
@@ -135,7 +137,11 @@ class Recovery:
         }
 
     def _keep(self, opcode: Opcode, rows: Sequence[int] | None, answer: Answer | None) -> None:
-        if opcode in _MOVES:
+        if opcode == Opcode.STEP_AND_MAYBE_RESET:
+            everyone = range(len(self._schemas)) if rows is None else rows
+            self._good.keep(NEXT, rows, answer)
+            self._good.keep(ROOT, [row for row in everyone if self._engine.fresh[row]], answer)
+        elif opcode in _MOVES:
             self._good.keep(NEXT if opcode == Opcode.STEP else ROOT, rows, answer)
 
     def _mend(self, opcode: Opcode, faults: list[Fault]) -> tuple[set[int], list[Fault]]:

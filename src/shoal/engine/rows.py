@@ -6,14 +6,16 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from shoal.drivers import driver_for
+import numpy as np
+
+from shoal.drivers import driver_for, together_for
 from shoal.drivers.base import Description, Driver
 from shoal.engine import pickling
 from shoal.engine.errors import EnvError, Fault
 from shoal.engine.isolation import isolated
-from shoal.engine.layout import Layout
+from shoal.engine.layout import Array, Layout
 from shoal.engine.protocol import Answer, Opcode
-from shoal.engine.schema import Schema
+from shoal.engine.schema import Key, Schema
 
 _STEPS = frozenset({Opcode.STEP, Opcode.STEP_AND_MAYBE_RESET})
 _MOVES = _STEPS | {Opcode.RESET, Opcode.SEED, Opcode.LOAD_STATE_DICT}
@@ -81,6 +83,8 @@ class RowGroup:
         self._prepare = prepare
         self._builders: dict[int, Builder | PackedBuilder] = {}
         self._leaves: dict[int, Schema] = {}
+        self._arrays: dict[str, dict[Key, Array]] = {}
+        self._together: Any = None
         self._attachment: tuple[dict[int, Schema], Layout, Any] | None = None
         self._catch: type[BaseException] = BaseException if remote else Exception
         self._drivers: dict[int, Driver] = {}
@@ -126,14 +130,27 @@ class RowGroup:
                 continue
             self._drivers[row] = driver
             self._broken.pop(row, None)
+        self._take_together()
         return answer if answer.faults else None
 
-    def attach(self, schemas: dict[int, Schema], layout: Layout, buffer: Any) -> None:
-        """Gives each row its arrays in a block laid out for the whole batch."""
+    def attach(self, schemas: dict[int, Schema], layout: Layout, buffer: Any, fresh: Any) -> None:
+        """Gives each row its arrays in a block laid out for the whole batch, and the bytes that say who was reset."""
+        self._fresh = np.frombuffer(fresh, bool)
         if self._rebuilds:
             self._attachment = schemas, layout, buffer
         for row, driver in self._drivers.items():
             driver.attach(schemas[row], layout.row(buffer, row), sent=self._remote)
+        first, last = self.rows[0], self.rows[-1] + 1
+        self._arrays = {
+            area: {key: array[first:last] for key, array in arrays.items()}
+            for area, arrays in layout.batch(buffer).items()
+        }
+        self._take_together()
+
+    def _take_together(self) -> None:
+        whole = len(self._drivers) == len(self.rows) and not self._broken
+        fresh = self._fresh[self.rows[0] : self.rows[-1] + 1]
+        self._together = together_for(self._drivers, self._arrays, fresh, self._catch) if whole else None
 
     def execute(self, opcode: int, mask: Any, given: dict[int, Any] | None) -> Answer | None:
         """Runs one command.
@@ -148,6 +165,8 @@ class RowGroup:
         """
         if opcode == Opcode.REBUILD:
             return self._rebuild([row for row in self.rows if mask is None or mask[row]])
+        if self._together is not None and mask is None and given is None and opcode in _STEPS:
+            return self._step_together(opcode)
         run = _COMMANDS[opcode]
         answer: Answer | None = None
         for row, driver in self._drivers.items():
@@ -164,12 +183,24 @@ class RowGroup:
                 answer = answer or Answer()
                 answer.faults.append(self._fault(row, Opcode(opcode), error))
                 continue
+            if opcode == Opcode.STEP_AND_MAYBE_RESET:
+                self._fresh[row] = driver.was_reset
             if value is not None or opcode in _ANSWERING:
                 answer = answer or Answer()
                 answer.values[row] = value
             if self._broken and opcode == Opcode.RESET:
                 self._broken.pop(row, None)
+                if not self._broken and self._together is None:
+                    self._take_together()
         return answer
+
+    def _step_together(self, opcode: int) -> Answer | None:
+        together = self._together
+        failed = together.step() if opcode == Opcode.STEP else together.step_and_maybe_reset()
+        if not failed:
+            return None
+        self._together = None  # until all rows are well again
+        return Answer(faults=[self._fault(self.rows[place], Opcode(opcode), error) for place, error in failed])
 
     def close(self) -> Answer:
         """Calls each environment's own close."""

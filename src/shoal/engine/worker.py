@@ -81,7 +81,7 @@ class Worker:
                 return
             schemas, layout, handle = attachment
             self._data = open_block(handle, self._channel.take_descriptor())
-            self._group.attach(schemas, layout, self._data.buffer)
+            self._group.attach(schemas, layout, self._data.buffer, self._control.fresh)
             self._channel.send(Answer())
             self._serve()
         except (EOFError, BrokenPipeError, ConnectionError):

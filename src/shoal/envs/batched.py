@@ -619,7 +619,8 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         session, results = self._started(stepping=True), self.__dict__["_results"]
         if results.fast and results.whole_rows and results.write_plain_input(tensordict):
             session.run(Opcode.STEP_AND_MAYBE_RESET)
-            following, fresh = results.read_plain(NEXT), results.read_plain(ROOT)
+            following = results.read_plain(NEXT)
+            fresh = results.read_plain_root(following)
             source, dropped = tensordict._tensordict, self.__dict__["_not_root"]
             root = {name: value for name, value in source.items() if name not in dropped}
             root.update(fresh)
@@ -631,7 +632,7 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
             values = session.run(Opcode.STEP_AND_MAYBE_RESET, self._addressed(places), given)
             rest = tensordict if places is not None else None
             following = results.read(NEXT, values, places, rest)
-            fresh = results.read(ROOT, values, places, rest)
+            fresh = results.read(ROOT, values, places, rest, following)
         preset = tensordict.get("next", None)
         tensordict.pop("_step", None)
         tensordict.set("next", results.completed(following, preset))

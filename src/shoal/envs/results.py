@@ -124,6 +124,17 @@ class Results:
         """An area's leaves, in memory of their own."""
         return {name: buffer.clone() for name, buffer in self._plain[area]}  # type: ignore[misc]
 
+    def read_plain_root(self, following: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The root's leaves after a step that may have reset rows, and whose next has these leaves."""
+        fresh = self._session.engine.fresh
+        if not fresh.any():
+            return {name: following[name].clone() for name, _ in self._plain[ROOT]}  # type: ignore[index, misc]
+        reset = torch.from_numpy(fresh.nonzero()[0])
+        return {
+            name: following[name].index_put((reset,), buffer[reset])  # type: ignore[index, misc]
+            for name, buffer in self._plain[ROOT]
+        }
+
     def plain(self, source: dict[str, Any]) -> TensorDictBase:
         """A TensorDict of the batch over these leaves, unchecked."""
         result: TensorDictBase = TensorDict._new_unsafe(
@@ -264,7 +275,12 @@ class Results:
     # What a command gave.
 
     def read(
-        self, area: str, values: Values, positions: Sequence[int] | None = None, rest: TensorDictBase | None = None
+        self,
+        area: str,
+        values: Values,
+        positions: Sequence[int] | None = None,
+        rest: TensorDictBase | None = None,
+        following: TensorDictBase | None = None,
     ) -> TensorDictBase:
         """The result of a command.
 
@@ -273,7 +289,11 @@ class Results:
             values: what came by message, by row of the session.
             positions: the rows that took part, counted within this batch; None for all.
             rest: for the rows that took no part: TensorDict whose values stand in, zeros where it has none.
+            following: for the root after a step that may have reset rows: its next, which has the values of the rows
+                that were not reset.
         """
+        if self.dense and following is not None:
+            return self._dense_root(following, values, positions)
         if self.dense:
             source = {
                 key: self._dense_leaf(area, key, buffer, leaf, values, positions, rest)
@@ -283,9 +303,34 @@ class Results:
         parts = rest.unbind(0) if rest is not None else [None] * len(self.rows)
         took_part = set(range(len(self.rows)) if positions is None else positions)
         return self.stack(
-            self._row_result(row, area, values, parts[place] if place not in took_part else None, place in took_part)
+            self._row_result(
+                row,
+                area,
+                values,
+                parts[place] if place not in took_part else None,
+                place in took_part,
+                NEXT if following is not None and not self._session.engine.fresh[row] else area,
+            )
             for place, row in enumerate(self.rows)
         )
+
+    def _dense_root(self, following: TensorDictBase, values: Values, positions: Sequence[int] | None) -> TensorDictBase:
+        fresh = self._session.engine.fresh
+        places = range(len(self.rows)) if positions is None else positions
+        reset = [place for place in places if fresh[self.rows[place]]]
+        source = {}
+        for key, name, buffer, leaf in self._leaves[ROOT]:
+            value = following.get(name)
+            if reset:
+                if buffer is not None:
+                    own = buffer[self._index[reset]]
+                else:
+                    own = torch.stack([_tensor(values[self.rows[place]][ROOT, key], leaf) for place in reset], 0)  # type: ignore[index]
+                value = value.index_put((torch.tensor(reset, device=value.device),), own.to(value.device))
+            else:
+                value = value.clone()
+            source[key] = value
+        return self.build(source)
 
     def _dense_leaf(
         self,
@@ -319,15 +364,15 @@ class Results:
         return torch.where(mask, value, other.to(value.device, value.dtype))
 
     def _row_result(
-        self, row: int, area: str, values: Values, rest: TensorDictBase | None, took_part: bool
+        self, row: int, area: str, values: Values, rest: TensorDictBase | None, took_part: bool, lies_in: str
     ) -> TensorDictBase:
         source: dict[Key, Any] = {}
         zeros: Any = None
         for key, leaf in self._session.schemas[row].by_area[area].items():
             value: Any = None
             if took_part:
-                buffer = self._row_buffer(row, area, key, leaf)
-                value = buffer.clone() if buffer is not None else _own(values[row][area, key], leaf)  # type: ignore[index]
+                buffer = self._row_buffer(row, lies_in, key, leaf)
+                value = buffer.clone() if buffer is not None else _own(values[row][lies_in, key], leaf)  # type: ignore[index]
             else:
                 if rest is not None:
                     value = rest.get(td_key(key), None)

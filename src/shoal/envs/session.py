@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from shoal.engine.errors import Fault, WorkerDied, WorkerTimeout, raise_faults
@@ -27,8 +27,6 @@ class Session:
         timeout: seconds that a command may take; None for what the engine was told.
         rows: the sub-environments.
         alike: whether they all have the same leaves.
-        in_next: for each row, whether its latest values lie in the ``NEXT`` area (it was stepped last) rather than in
-            the ``ROOT`` area (it was reset last, or has not moved).
         latest: for each row, the latest root values of the leaves that travel by message.
     """
 
@@ -43,8 +41,8 @@ class Session:
         ]
         engine.attach(self.schemas)
         self.alike = all(schema == self.schemas[0] for schema in self.schemas)
-        self.in_next = [False] * len(self.rows)
-        self._all_in_next: bool | None = False
+        self._in_next = [False] * len(self.rows)
+        self._all_moved: Opcode | None = None
         self.latest: list[dict[Key, Any]] = [{} for _ in self.rows]
         self.closed = False
         self.timeout: float | None = None
@@ -72,24 +70,38 @@ class Session:
             self.faults.add(answer.faults, RAISED)
         failed = {fault.row for fault in answer.faults} if answer is not None else ()
         if opcode in _MOVES:
-            stepped = opcode == Opcode.STEP
-            if rows is None and not failed:
-                if self._all_in_next is not stepped:
-                    self.in_next[:] = [stepped] * len(self.in_next)
-                    self._all_in_next = stepped
-            else:
-                self._all_in_next = None
-                for row in range(len(self.rows)) if rows is None else rows:
-                    if row not in failed:
-                        self.in_next[row] = stepped
+            self._move(opcode, rows, failed)
         if answer is None:
             return None
         if opcode in _MOVES and answer.values:
-            area = NEXT if opcode == Opcode.STEP else ROOT
             for row, values in answer.values.items():
+                area = NEXT if self.in_next[row] else ROOT
                 self.latest[row].update({key: value for (where, key), value in values.items() if where == area})
         raise_faults(answer.faults)
         return answer.values
+
+    def _move(self, opcode: Opcode, rows: Sequence[int] | None, failed: Collection[int]) -> None:
+        """Notes where the latest values of the rows lie that a command has moved."""
+        if rows is None and not failed:
+            self._all_moved = opcode
+            return
+        in_next = self.in_next
+        for row in range(len(self.rows)) if rows is None else rows:
+            if row not in failed:
+                in_next[row] = self._lies_in_next(opcode, row)
+
+    def _lies_in_next(self, opcode: Opcode, row: int) -> bool:
+        if opcode == Opcode.STEP_AND_MAYBE_RESET:
+            return not self.engine.fresh[row]
+        return opcode == Opcode.STEP
+
+    @property
+    def in_next(self) -> list[bool]:
+        """For each row, whether its latest values lie in the ``NEXT`` area rather than in the ``ROOT`` area."""
+        if self._all_moved is not None:
+            self._in_next = [self._lies_in_next(self._all_moved, row) for row in range(len(self.rows))]
+            self._all_moved = None
+        return self._in_next
 
     def close(self) -> None:
         """Ends the engine.

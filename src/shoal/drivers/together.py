@@ -1,0 +1,140 @@
+"""Steps the Gymnasium environments of one process in one loop.
+
+Gives what each driver would give on its own, row by row, and writes rewards and flags of all rows at once: for cheap
+environments that is most of what a driver costs. A driver still knows its own row only; here is nothing that it could
+not do itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from shoal.drivers.base import Driver
+from shoal.drivers.gymnasium import DONE_KEYS, GymnasiumDriver
+from shoal.drivers.spaces import ARRAY, CATEGORICAL, ONE_HOT
+from shoal.engine.layout import Array
+from shoal.engine.schema import INPUT, NEXT, ROOT, Key
+
+Failed = list[tuple[int, BaseException]]
+"""Rows that raised, and what."""
+
+
+class Together:
+    """The rows of one process, to be stepped in one loop.
+
+    Args:
+        drivers: of the rows, in order; `may_step_together` has said yes.
+        arrays: ``[n, ...]`` arrays of the rows' leaves, by area and key.
+        fresh: ``[n]`` flags that say which rows were reset.
+        catch: what to catch of a row.
+    """
+
+    def __init__(
+        self,
+        drivers: dict[int, GymnasiumDriver],
+        arrays: dict[str, dict[Key, Array]],
+        fresh: Array,
+        catch: type[BaseException],
+    ) -> None:
+        self._fresh = fresh
+        self._catch = catch
+        self._rows = list(drivers)
+        self._drivers = list(drivers.values())
+        self._each = [(driver._inner.step, driver._write_next) for driver in self._drivers]
+        self._read = _reader(self._drivers, arrays[INPUT])
+        self._rewards = arrays[NEXT][("reward",)].reshape(len(self._rows))
+        self._done, self._terminated, self._truncated = (
+            arrays[NEXT][key].reshape(len(self._rows)) for key in DONE_KEYS
+        )
+
+    def step(self) -> Failed:
+        """Steps all rows; writes the ``NEXT`` area."""
+        failed: Failed = []
+        rewards: list[float] = []
+        terminated: list[bool] = []
+        truncated: list[bool] = []
+        place = 0
+        try:
+            for action, (step, write) in zip(self._read(), self._each, strict=True):
+                try:
+                    observation, reward, ended, cut, _ = step(action)
+                    write(observation)
+                    if reward.__class__ is not float:
+                        reward = _plain(reward)
+                    ended, cut = bool(ended), bool(cut)
+                except self._catch as error:
+                    failed.append((place, error))
+                    reward, ended, cut = self._before(place)
+                rewards.append(reward)
+                terminated.append(ended)
+                truncated.append(cut)
+                place += 1
+        finally:  # a Ctrl-C in a serial environment: the rows that have stepped keep what they gave
+            self._rewards[:place] = rewards[:place]
+            self._terminated[:place] = terminated[:place]
+            self._truncated[:place] = truncated[:place]
+        np.logical_or(self._terminated, self._truncated, out=self._done)
+        return failed
+
+    def step_and_maybe_reset(self) -> Failed:
+        """Steps all rows, writes ``NEXT``, resets the rows that are done, and writes their ``ROOT``."""
+        failed = self.step()
+        self._fresh[...] = self._done
+        if self._done.any():
+            out = {place for place, _ in failed}
+            for place in self._done.nonzero()[0].tolist():
+                if place in out:
+                    continue
+                try:
+                    self._drivers[place]._reset({})
+                except self._catch as error:
+                    failed.append((place, error))
+        return failed
+
+    def _before(self, place: int) -> tuple[float, bool, bool]:
+        """What a row that raised has shown last: it goes on showing it."""
+        return float(self._rewards[place]), bool(self._terminated[place]), bool(self._truncated[place])
+
+
+def _plain(reward: Any) -> float:
+    if reward is None:
+        return 0.0
+    return float(reward.reshape(()).item() if isinstance(reward, np.ndarray) else reward)
+
+
+def drivers_observations(driver: GymnasiumDriver) -> list[Key]:
+    """Keys of the observations of a driver that sends none of them by message."""
+    return list(driver._details.observation.leaves())
+
+
+def _reader(drivers: Sequence[GymnasiumDriver], arrays: dict[Key, Array]) -> Callable[[], Any]:
+    """What reads the actions of all rows: at once where they are of a simple kind."""
+    encodings = [driver._details.action.encoding for driver in drivers]
+    encoding, block = encodings[0], arrays.get(("action",))
+    plain = all(each is not None and not np.any(each.start) for each in encodings)
+    if encoding is not None and block is not None and plain and len({each.kind for each in encodings if each}) == 1:
+        if encoding.kind == ONE_HOT and block.ndim == 2:
+            return lambda: block.argmax(1).tolist()
+        if encoding.kind == CATEGORICAL and block.ndim == 1:
+            return block.tolist
+        if encoding.kind == ARRAY and block.ndim > 1:
+            return lambda: list(block.copy())
+    readers = [driver._read_action for driver in drivers]
+    return lambda: [read() for read in readers]
+
+
+def may_step_together(drivers: Sequence[Driver], arrays: dict[str, dict[Key, Array]]) -> bool:
+    """Whether one loop can do for these drivers what they would do by themselves."""
+    return len(drivers) > 1 and all(
+        isinstance(driver, GymnasiumDriver)
+        and not driver._messages
+        and not driver._given
+        and driver._frame_skip == 1
+        and driver._simple_reward
+        and all(key in arrays[area] for area in (NEXT, ROOT) for key in drivers_observations(driver))
+        and all(key in arrays[INPUT] for key in driver._action_leaves())
+        for driver in drivers
+    )
