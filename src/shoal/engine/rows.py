@@ -199,7 +199,6 @@ class RowGroup:
         failed = together.step() if opcode == Opcode.STEP else together.step_and_maybe_reset()
         if not failed:
             return None
-        self._together = None  # until all rows are well again
         return Answer(faults=[self._fault(self.rows[place], Opcode(opcode), error) for place, error in failed])
 
     def close(self) -> Answer:
@@ -216,6 +215,7 @@ class RowGroup:
     def _fault(self, row: int, opcode: Opcode, error: BaseException) -> Fault:
         if opcode in _MOVES:
             self._broken.setdefault(row, opcode.command)
+            self._together = None  # until all rows are well again
         return Fault.capture(row, opcode.command, error, remote=self._remote)
 
 
