@@ -17,7 +17,8 @@ import torch
 
 from shoal import EnvError, ParallelEnv, RestartPolicy, SerialEnv, WorkerDied, WorkerTimeout
 from shoal.engine import recovery
-from tests.support import Counter, SlowMethod, Trouble, ended, rows_with, script
+from tests.faults.envs import TroubleAgents
+from tests.support import ACTS, Counter, SlowMethod, Trouble, ended, rows_with, script
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -36,7 +37,6 @@ class Stubborn(Counter):
         self.what = what
 
     def step(self, action: int) -> Any:
-        from tests.support import ACTS
 
         ACTS[self.what]()
         return super().step(action)
@@ -312,3 +312,126 @@ def test_nothing_is_written_unless_the_program_sets_logging_up() -> None:
     )
     out, err = process.communicate(timeout=60)
     assert (out.split(), err) == (["2"], "")
+
+
+@BOTH
+@pytest.mark.parametrize("command", ["step", "step_and_maybe_reset"])
+def test_agents_with_done_flags_of_their_own_begin_anew_as_a_whole(kind: type, command: str) -> None:
+    env = kind(2, [TroubleAgents, functools.partial(TroubleAgents, "raise", at=3)], on_failure="restart")
+    td = env.reset()
+    for _ in range(2):
+        td = env.step_mdp(env.step(acted(env, td)))
+    if command == "step":
+        result = env.step(acted(env, td))
+        root = env.maybe_reset(env.step_mdp(result))
+    else:
+        result, root = env.step_and_maybe_reset(acted(env, td))
+    assert result["next", "agents", "done"].tolist() == [[[False], [False]], [[True], [True]]]
+    assert result["next", "agents", "reward"].tolist() == [[[1], [1]], [[0], [0]]]
+    assert result["next", "agents", "observation"].tolist() == [[[3], [3]], [[2], [2]]]
+    assert result["next", "above"].tolist() == [[3], [2]]
+    assert root["agents", "observation"].tolist() == [[[3], [3]], [[0], [0]]]
+    if command == "step_and_maybe_reset":  # of a reset by masks, torchrl keeps what lies above them
+        assert root["above"].tolist() == [[3], [0]]
+    assert len(env.faults) == 1
+    env.close()
+
+
+class EndsBadly(Counter):
+    """Comes to its natural end, and then fails in the reset that follows."""
+
+    def __init__(self, what: str = "raise", times: int = 1, log: str | None = None) -> None:
+        super().__init__(length=2, log=log)
+        self.what, self.times = what, times
+
+    def reset(self, **kwargs: Any) -> Any:
+        if self.steps == 2 and self.times > 0:
+            self.times -= 1
+            ACTS[self.what]()
+        return super().reset(**kwargs)
+
+
+@BOTH
+def test_a_step_that_was_complete_counts_where_only_the_reset_after_it_failed(kind: type) -> None:
+    env = kind(3, [functools.partial(Counter, 9), EndsBadly, functools.partial(Counter, 9)], on_failure="restart")
+    td = env.reset()
+    _, td = env.step_and_maybe_reset(acted(env, td))
+    given = acted(env, td)
+    done, td = env.step_and_maybe_reset(given.clone())
+    assert done["next", "terminated"].tolist() == [[False], [True], [False]]
+    assert not done["next", "truncated"].any()
+    assert done["next", "observation"][:, 0].tolist() == [2, 2, 2]
+    assert done["next", "reward"].flatten().tolist() == given["action"].argmax(-1).tolist()
+    assert td["observation"].tolist() == [[2, 1, 2], [0, 1, 0], [2, 1, 2]]
+    assert not td["done"].any()
+    assert len(env.faults) == 1
+    env.close()
+
+
+@pytest.mark.parametrize("use_buffers", [True, False])
+def test_a_row_whose_process_dies_in_the_reset_of_another_comes_back_truncated(use_buffers: bool) -> None:
+    factories = [functools.partial(Counter, 9), functools.partial(EndsBadly, "kill"), functools.partial(Counter, 9)]
+    env = ParallelEnv(3, factories, processes=2, use_buffers=use_buffers, on_failure="restart")
+    td = env.reset()
+    _, td = env.step_and_maybe_reset(acted(env, td))
+    done, td = env.step_and_maybe_reset(acted(env, td))
+    assert done["next", "done"].tolist() == [[True], [True], [False]]
+    assert done["next", "truncated"][0].item()
+    assert done["next", "observation"][0].tolist() == [1, 1, 1]  # what it did in that step went with its process
+    assert td["observation"].tolist() == [[0, 1, 0], [0, 1, 0], [2, 1, 2]]
+    assert env.step(acted(env, td))["next", "observation"][:, 0].tolist() == [1, 1, 3]
+    env.close()
+
+
+class NeverResets(Counter):
+    """Fails in each reset but the first of the whole program."""
+
+    def __init__(self, log: str) -> None:
+        super().__init__(length=1, log=log)
+
+    def reset(self, **kwargs: Any) -> Any:
+        if "reset" in Path(self.log or "").read_text():
+            raise ValueError("never again")
+        return super().reset(**kwargs)
+
+
+@BOTH
+@pytest.mark.parametrize("command", ["reset", "step_and_maybe_reset"])
+def test_a_reset_that_fails_again_and_again_is_raised_in_the_end(kind: type, command: str, tmp_path: Path) -> None:
+    factory = functools.partial(NeverResets, str(tmp_path / "log"))
+    env = kind(2, [Counter, factory], on_failure=RestartPolicy(tries=3, delay=0.0))
+    td = env.reset()
+    with pytest.raises(ValueError, match="never again"):
+        env.reset() if command == "reset" else env.step_and_maybe_reset(acted(env, td))
+    assert [fault.action for fault in env.faults] == ["restarted"] * 3 + ["raised"]
+    assert {fault.row for fault in env.faults} == {1}
+    env.close()
+
+
+def test_a_masked_reset_in_a_process_that_dies_resets_its_own_rows_only(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    factories = [functools.partial(Counter, 50, str(log)), *rows_with(0, 1, what="kill", when="reset")]
+    env = ParallelEnv(2, factories, processes=1, on_failure="restart")
+    td = env.step_mdp(env.step(acted(env, env.reset())))
+    before = log.read_text().count("reset")
+    root = env.reset(td.empty().set("_reset", torch.tensor([[False], [True]])))
+    assert root["observation"].tolist() == [[1, 1, 1], [0, 1, 0]]
+    assert log.read_text().count("reset") == before
+    following = env.step(acted(env, root))["next"]
+    assert following["truncated"].tolist() == [[True], [False]]
+    assert following["observation"].tolist() == [[1, 1, 1], [1, 1, 1]]
+    env.close()
+
+
+def test_what_others_did_in_a_command_that_was_raised_is_their_last_good_value() -> None:
+    factories = [Counter, Stubborn, functools.partial(Trouble, "kill", at=3)]
+    env = ParallelEnv(3, factories, on_failure=RestartPolicy(tries=1, delay=0.0))
+    td = env.step_mdp(env.step(acted(env, env.reset())))  # row 1 is put up: its one try
+    td = env.reset(td.set("_reset", torch.tensor([[False], [True], [False]])))
+    with pytest.raises(ValueError, match="boom"):
+        env.step(acted(env, td))
+    only = torch.tensor([True, False, True])
+    following = env.step(acted(env, td).set("_step", only))["next"]
+    assert following["truncated"].tolist() == [[False], [False], [True]]
+    assert following["observation"][[0, 2]].tolist() == [[3, 1, 3], [2, 1, 2]]
+    env.close()

@@ -199,7 +199,7 @@ def test_two_threads_at_once_are_an_error_that_harms_nothing() -> None:
     env.reset()
     thread = threading.Thread(target=env.call, args=("slow", 0.5))
     thread.start()
-    assert until(lambda: env.__dict__["_session"].engine._busy.locked())
+    assert until(lambda: env.__dict__["_session"].engine._running)
     with pytest.raises(RuntimeError, match="another thread"):
         env.call("double", 1)
     thread.join()

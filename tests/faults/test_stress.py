@@ -36,8 +36,10 @@ class Twin:
         self.envs = [Steady(row) for row in range(N_ROWS)]
         self.shown = np.zeros((N_ROWS, 3))
         self.lost: set[int] = set()
+        self.before: dict[int, Steady] = {}
 
     def failed(self, rows: set[int]) -> None:
+        self.before = {row: self.envs[row] for row in rows - self.lost}
         for row in rows:
             self.envs[row] = Steady(row)
         self.lost |= rows
@@ -46,8 +48,12 @@ class Twin:
         self.lost.discard(row)
         self.shown[row], _ = self.envs[row].reset()
 
-    def step(self, row: int, action: int) -> tuple[float, bool, bool]:
-        """Reward, done and truncated."""
+    def step(self, row: int, action: int, terminated: bool) -> tuple[float, bool, bool]:
+        """Reward, done and truncated. A row that failed may have come to its natural end in that command, so that only
+        the reset after it failed: it says so by being terminated."""
+        if row in self.lost and terminated and row in self.before:
+            self.shown[row], reward, done, _, _ = self.before[row].step(action)
+            return reward, done, False
         if row in self.lost:
             return 0.0, True, True
         self.shown[row], reward, done, _, _ = self.envs[row].step(action)
@@ -140,7 +146,11 @@ class Run:
 
     def has_stepped(self, following: Any, action: torch.Tensor, rows: list[bool]) -> list[int]:
         """Compares what a step gave; the rows whose episode is over."""
-        told = [self.twin.step(row, int(action[row])) if rows[row] else (0.0, False, False) for row in range(N_ROWS)]
+        ends = following["terminated"].flatten().tolist()
+        told = [
+            self.twin.step(row, int(action[row]), ends[row]) if rows[row] else (0.0, False, False)
+            for row in range(N_ROWS)
+        ]
         self.same(following, "observation", self.twin.shown)
         for place, name in enumerate(("reward", "done", "truncated")):
             self.same(following, name, np.array([each[place] for each in told])[:, None])

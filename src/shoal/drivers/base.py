@@ -46,7 +46,7 @@ class Driver(ABC):
 
     env: Any
     was_reset = False
-    """Whether the last `step_and_maybe_reset` has written the ``ROOT`` area."""
+    """Whether the last `step_and_maybe_reset` has written the ``ROOT`` area; set before it resets for that."""
 
     @abstractmethod
     def describe(self) -> Description:

@@ -82,7 +82,9 @@ class Together:
     def step_and_maybe_reset(self) -> Failed:
         """Steps all rows, writes ``NEXT``, resets the rows that are done, and writes their ``ROOT``."""
         failed = self.step()
-        self._fresh[...] = self._done
+        self._fresh[...] = self._done  # before the resets: next is complete, whatever becomes of them
+        for place, _ in failed:
+            self._fresh[place] = False
         if self._done.any():
             out = {place for place, _ in failed}
             for place in self._done.nonzero()[0].tolist():

@@ -162,6 +162,8 @@ class TorchRLDriver(Driver):
 
     def reset(self, given: ResetInput | None) -> Messages | None:
         leaves = None if given is None else given.leaves
+        if leaves and self._root is None:  # it was never reset: there is nothing that a mask could leave as it is
+            leaves = {key: value for key, value in leaves.items() if key[-1] != "_reset"}
         kwargs = {} if given is None else given.kwargs
         root = self.env.reset(self._tensordict(leaves) if leaves else None, **kwargs)
         if leaves and self._root is not None:
@@ -204,7 +206,7 @@ class TorchRLDriver(Driver):
             tensordict, root = self._advance(env.step(tensordict))
             following = tensordict.get("next")
             messages = self._write(NEXT, following)
-            done = self._any_done(following)  # now: a reset may write to the same tensors
+            self.was_reset = done = self._any_done(following)  # now: a reset may write to the same tensors
             root = env.maybe_reset(root)
         else:
             tensordict, root = env.step_and_maybe_reset(tensordict)

@@ -95,7 +95,7 @@ class Channel:
         data = self._read(size, patience)
         try:
             return sequence, pickling.loads(data)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UnreadableMessage(f"{type(error).__name__}: {error}") from error
 
     def take_descriptor(self) -> int | None:

@@ -48,13 +48,15 @@ class WorkerTimeout(RuntimeError):
 
     Attributes:
         rows: the rows whose answer was missing.
+        pids: the processes that they lived in, one for each of the rows.
         limit: the limit, in seconds.
         command: what they were doing.
     """
 
-    def __init__(self, message: str, rows: Sequence[int] = (), limit: float = 0.0) -> None:
+    def __init__(self, message: str, rows: Sequence[int] = (), limit: float = 0.0, pids: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.rows = tuple(rows)
+        self.pids = tuple(pids)
         self.limit = limit
         self.command = ""
 
@@ -123,7 +125,7 @@ class Fault:
         if exception is None and self.packed is not None:
             try:
                 exception = _unpack(self.packed)
-            except Exception:
+            except (Exception, SystemExit):
                 exception = None
         if exception is None:
             exception = EnvError(f"{self.name} in {self.where()}: {self.message}")
@@ -132,8 +134,12 @@ class Fault:
                 setattr(exception, name, value)
             except (AttributeError, TypeError):
                 pass
-        if hasattr(exception, "add_note"):
-            exception.add_note(f"shoal: raised by a sub-environment: {self.where()}")
+        note = getattr(exception, "add_note", None)  # from Python 3.11 on
+        if note is not None:
+            try:
+                note(f"shoal: raised by a sub-environment: {self.where()}")
+            except (AttributeError, TypeError):  # an exception that is frozen
+                pass
         return exception
 
 
@@ -154,14 +160,14 @@ def raise_faults(faults: Sequence[Fault]) -> None:
 def _text(exception: BaseException) -> str:
     try:
         return str(exception)
-    except Exception:
+    except BaseException:  # whatever it is, it must not take the worker down
         return f"<the text of {type(exception).__name__} could not be made>"
 
 
 def _trace(exception: BaseException) -> str:
     try:
         return "".join(traceback.format_exception(type(exception), exception, exception.__traceback__))
-    except Exception:
+    except BaseException:
         return f"{type(exception).__name__}: {_text(exception)}\n"
 
 
@@ -171,14 +177,14 @@ def _pack(exception: BaseException) -> bytes | None:
         packed = pickling.dumps(("whole", exception))
         if type(_unpack(packed)) is type(exception):
             return packed
-    except Exception:
+    except BaseException:
         pass
     try:
         parts = (type(exception), _picklable(exception.args) or (_text(exception),), _plain_dict(exception))
         packed = pickling.dumps(("parts", parts))
         if _text(_unpack(packed)) == _text(exception):
             return packed
-    except Exception:
+    except BaseException:
         pass
     return None
 
@@ -190,7 +196,7 @@ def _unpack(packed: bytes) -> BaseException:
         return exception
     exception_type, args, attributes = value
     exception = exception_type.__new__(exception_type, *args)
-    exception.args = args
+    object.__setattr__(exception, "args", args)  # past a class that is frozen
     exception.__dict__.update(attributes)
     return exception
 
@@ -198,7 +204,7 @@ def _unpack(packed: bytes) -> BaseException:
 def _picklable(value: Any) -> Any:
     try:
         pickling.loads(pickling.dumps(value))
-    except Exception:
+    except BaseException:
         return None
     return value
 

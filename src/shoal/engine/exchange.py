@@ -172,14 +172,19 @@ class Exchange:
         except (WorkerDied, WorkerTimeout) as error:
             self._lose([worker], error)
 
-    def _wait_longer(self, sequence: int, workers: list[int], opcode: Opcode, limit: float) -> None:
-        """Goes on waiting where the first look was not enough: sleeps in bounded pieces, looks after the workers."""
+    def _wait_longer(
+        self, sequence: int, workers: list[int], opcode: Opcode, limit: float, *, unsure: bool = False
+    ) -> None:
+        """Goes on waiting where the first look was not enough: sleeps in bounded pieces, looks after the workers.
+
+        With ``unsure`` it does not rely on the completion, which somebody may have heard already.
+        """
         deadline = time.monotonic() + limit - min(limit, LOOK_SECONDS)
         while True:
             late = [w for w in workers if self._control.read_answer(w)[0] != sequence and w not in self.lost]
             self._look_after(late, opcode, deadline, limit)
-            if self.lost and not self.lost.keys().isdisjoint(workers):
-                # The countdown will not come to its end: only the answers tell who has finished.
+            if unsure or (self.lost and not self.lost.keys().isdisjoint(workers)):
+                # The countdown will not come to its end, or has been heard: only the answers tell who has finished.
                 if all(worker in self.lost for worker in late):
                     return
                 time.sleep(_POLL_SECONDS)
@@ -205,7 +210,7 @@ class Exchange:
                 if lost:
                     answer = answer or Answer()
                     answer.faults.extend(self._faults_of(lost, opcode))
-                    self._synchronise()
+                    self._synchronise(opcode)
         except BaseException:
             self.broken = True  # half an answer: what follows could not be told from the rest of it
             raise
@@ -229,12 +234,16 @@ class Exchange:
         answer.faults.extend(message.faults)
 
     def _settle(self) -> None:
-        """Waits for the answers of a command whose caller went away (Ctrl-C), and drops them."""
+        """Waits for the answers of a command whose caller went away (Ctrl-C), and drops them.
+
+        The caller may have gone at any moment, also after the completion was heard and before anybody noted that.
+        """
         assert self._pending is not None
         sequence, workers, opcode, limit = self._pending
-        if not self._waiter.wait(0.0):
-            self._wait_longer(sequence, workers, opcode, limit)
+        self._wait_longer(sequence, workers, opcode, limit, unsure=True)
         self._collect(sequence, workers, opcode, limit)
+        self._synchronise(opcode)
+        self._pending = None
 
     def close_all(self, workers: Sequence[int]) -> None:
         """Tells workers to close their environments and end; does not wait for it."""
@@ -245,20 +254,28 @@ class Exchange:
 
     # Workers that are gone.
 
-    def _synchronise(self) -> None:
-        """Goes over to the other completion, and sees to it that all living workers have finished with this one."""
-        while True:
-            self._use(1 - self._number)
-            living = [worker for worker in self._all if worker not in self.lost]
-            if not living:
-                return
-            before = len(self.lost)
-            limit = _SYNC_SECONDS
-            self._send(Opcode.SYNC, living, self._flag, None, limit)
-            if not self._waiter.wait(LOOK_SECONDS):
-                self._wait_longer(self._sequence, living, Opcode.SYNC, limit)
-            if len(self.lost) == before:
-                return
+    def _synchronise(self, opcode: Opcode) -> None:
+        """Goes over to the other completion, and sees to it that all living workers have finished with this one.
+
+        Args:
+            opcode: the command that it is part of.
+        """
+        try:
+            while True:
+                self._use(1 - self._number)
+                living = [worker for worker in self._all if worker not in self.lost]
+                if not living:
+                    return
+                before = len(self.lost)
+                limit = _SYNC_SECONDS
+                self._send(Opcode.SYNC, living, self._flag, None, limit)
+                if not self._waiter.wait(LOOK_SECONDS):
+                    self._wait_longer(self._sequence, living, opcode, limit)
+                if len(self.lost) == before:
+                    return
+        except BaseException:
+            self.broken = True
+            raise
 
     def _look_after(self, workers: list[int], opcode: Opcode, deadline: float, limit: float) -> None:
         """Loses those of the workers that have died; all of them once the deadline has passed."""
@@ -315,13 +332,15 @@ class Exchange:
 
     def _lateness(self, workers: list[int], opcode: Opcode, limit: float) -> WorkerTimeout:
         rows = [row for worker in workers for row in self._groups[worker]]
-        pids = ", ".join(str(self._launcher.pids.get(worker)) for worker in workers)
+        known = self._launcher.pids
+        pids = ", ".join(str(known.get(worker, "not known yet")) for worker in workers)
         option = "build_timeout" if opcode in (Opcode.BUILD, Opcode.REBUILD) else "step_timeout"
         error = WorkerTimeout(
             f"{rows_in_words(rows)} (pid {pids}) did not finish {opcode.command!r} within {limit:g} s; raise {option} "
             "if they need longer",
             rows,
             limit,
+            [known.get(worker, -1) for worker in workers for _ in self._groups[worker]],
         )
         error.command = opcode.command
         return error

@@ -21,6 +21,7 @@ log.addHandler(logging.NullHandler())
 RAISED = "raised"
 RESTARTED = "restarted"
 _KEPT = 1000
+_LONGEST = 2000
 _QUESTIONS = frozenset({"get_attr", "set_attr", "call", "state_dict", "load_state_dict"})
 """Commands whose exceptions are answers to the caller, and harm nothing."""
 
@@ -58,7 +59,7 @@ class FaultRecord:
         command: what it was doing (``"step"``, ``"reset"``, ...).
         pid: the process it lived in.
         error: type of the exception, by name; ``WorkerDied`` or ``WorkerTimeout`` if its process is gone.
-        message: text of the exception.
+        message: text of the exception, its first 2,000 characters.
         action: ``"restarted"`` or ``"raised"``.
     """
 
@@ -95,7 +96,14 @@ class FaultLog:
             self.count += 1
             self._records.append(
                 FaultRecord(
-                    self.count, time.time(), fault.row, fault.command, fault.pid, fault.name, fault.message, action
+                    self.count,
+                    time.time(),
+                    fault.row,
+                    fault.command,
+                    fault.pid,
+                    fault.name,
+                    _short(fault.message),
+                    action,
                 )
             )
             # The rows of one process are lost in one event.
@@ -104,8 +112,12 @@ class FaultLog:
             where = (
                 f"{first.name}: {first.message}" if first.lost else f"{first.where()}: {first.name}: {first.message}"
             )
-            trace = f"\n{first.trace.rstrip()}" if first.trace else ""
+            where, trace = _short(where), f"\n{_short(first.trace.rstrip())}" if first.trace else ""
             log.log(_level(first, action), "%s; %s%s%s", where, action, remark, trace)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
 
 
 def _level(fault: Fault, action: str) -> int:

@@ -31,11 +31,13 @@ class Launcher(ABC):
     Attributes:
         pids: process id of each worker that was started, by index.
         exitcodes: exit code (or minus the signal) of each worker known to have ended, by index.
+        closing: whether the pool is at its end, so that nothing that is missing is worth an exception.
     """
 
     def __init__(self) -> None:
         self.pids: dict[int, int] = {}
         self.exitcodes: dict[int, int] = {}
+        self.closing = False
 
     @abstractmethod
     def launch(self, particulars: dict[str, Any], builders: Sequence[Builder]) -> Channel:
@@ -158,7 +160,7 @@ class TemplateProcess:
             self.send(None)
         except OSError:
             pass
-        self.end(0.5)
+        self.end(0.2)
         self._channel.close()
 
 
@@ -259,7 +261,7 @@ class TemplateLauncher(Launcher):
         """The template is gone, and with it all workers: the kernel saw to that."""
         for index in self.pids:
             self.exitcodes.setdefault(index, code)
-        if not self.pids:
+        if not self.pids and not self.closing:
             raise RuntimeError(
                 f"the process that imports what the factories need ended with exit code {code} before any worker "
                 "started; see what it wrote to standard error"

@@ -33,11 +33,17 @@ class Block:
 
     def __init__(self, size: int, *, memmap: bool = False, descriptor: int | None = None) -> None:
         self.size = size
+        fresh = descriptor is None
         if descriptor is None:
             descriptor = _anonymous_file(memmap)
-            os.ftruncate(descriptor, size)
         self.descriptor = descriptor
-        self.buffer = mmap.mmap(descriptor, size)
+        try:
+            if fresh:
+                os.ftruncate(descriptor, size)
+            self.buffer = mmap.mmap(descriptor, size)
+        except BaseException:
+            self.close()
+            raise
 
     def handle(self) -> tuple[str, int]:
         """What another process needs, besides the descriptor, to open the block."""

@@ -37,7 +37,7 @@ def _import(name: str) -> None:
         return
     try:
         importlib.import_module(name)
-    except Exception:
+    except BaseException:  # SystemExit too: the worker that runs the factory is where that belongs
         pass
 
 

@@ -10,14 +10,14 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from shoal.drivers.base import Description
-from shoal.engine.channel import Channel, UnreadableMessage
+from shoal.engine.channel import Channel, UnreadableMessage, wait_for
 from shoal.engine.errors import Fault, WorkerDied, WorkerTimeout, raise_faults
 from shoal.engine.exchange import KILL, LOOK_SECONDS, Exchange, readable, rows_in_words
 from shoal.engine.faults import log
@@ -41,6 +41,7 @@ DEFAULT_TIMEOUT = 10_000.0
 
 _START_GRACE = 1.0
 _LAST_GRACE = 0.5
+_REBUILD_GRACE = 10.0
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class Pool:
     """
 
     def __init__(self, builders: Sequence[Builder], options: PoolOptions) -> None:
+        self.closed = True  # until there is something to close
         self._options = options
         self._groups = split_rows(len(builders), options.processes)
         self._builders = builders if options.rebuilds else []
@@ -103,8 +105,9 @@ class Pool:
         self._layout = Layout()
         self._schemas: Sequence[Schema] = ()
         self._attached = False
-        self._busy = threading.Lock()
-        self.closed = False
+        self._claims: dict[str, int] = {}
+        self._running = False
+        self._built_in = 0.0
         self.descriptions: list[Description] = []
         self.arrays: dict[str, dict[Key, Array]] = {}
         self.row_arrays: list[dict[str, dict[Key, Array]]] = []
@@ -114,12 +117,15 @@ class Pool:
         signals = _portable_signals(options.processes) if options.portable else None
         self._block = create_block(size, named=options.portable)
         self._control = Control(self._block.buffer, options.processes, n_rows, signals=signals, fresh=True)
+        self.closed = False
         _live_pools.add(self)
+        start = time.monotonic()
         try:
             self._start(builders)
         except BaseException as error:
             self.close_after(error, _START_GRACE)
             raise
+        self._built_in = time.monotonic() - start
 
     def _start(self, builders: Sequence[Builder]) -> None:
         launcher = self._launcher = self._make_launcher(builders)
@@ -128,7 +134,7 @@ class Pool:
         for worker in workers:
             self._launch(worker, builders)
         descriptions: dict[int, Description] = {}
-        for built in self._each_built(workers):
+        for built in self._each_built(workers, self._options.build_timeout):
             raise_faults(built.faults)
             descriptions.update(built.values)
         self.descriptions = [descriptions[row] for row in range(len(builders))]
@@ -161,14 +167,13 @@ class Pool:
         }
         self._channels[worker] = self._launcher.launch(particulars, [builders[row] for row in rows])
 
-    def _each_built(self, workers: Sequence[int]) -> Iterator[Answer]:
+    def _each_built(self, workers: Sequence[int], limit: float) -> Iterator[Answer]:
         """What each of these workers says of the environments that it has built, as soon as it does.
 
         Raises:
             WorkerDied, WorkerTimeout: a worker will not say anything any more.
         """
         assert self._exchange is not None
-        limit = self._options.build_timeout
         deadline = time.monotonic() + limit
         waiting = {self._channels[worker].sock: worker for worker in workers}
         while waiting:
@@ -218,12 +223,18 @@ class Pool:
                 f"this environment belongs to process {self._owner}, and this is a fork of it (process {os.getpid()}): "
                 "build an environment of its own here"
             )
-        if not self._busy.acquire(False):
+        thread = threading.get_ident()
+        # Atomic, and harmless where a Ctrl-C comes right after it: the claim is this thread's own then.
+        if self._claims.setdefault("thread", thread) != thread:
             raise RuntimeError("the environment is in use by another thread at this moment: use it from one at a time")
+        if self._running:
+            raise RuntimeError("the environment is in the middle of a command of this thread: wait for its end")
         try:
+            self._running = True
             yield
         finally:
-            self._busy.release()
+            self._running = False
+            self._claims.pop("thread", None)
 
     def execute(
         self,
@@ -265,6 +276,10 @@ class Pool:
         try:
             return exchange.run(opcode, rows, given, self._options.step_timeout if timeout is None else timeout)
         except BaseException as error:
+            if self.closed:
+                raise RuntimeError(
+                    f"the environment was closed, by another thread or a signal, in the middle of {opcode.command!r}"
+                ) from error
             if exchange.broken or isinstance(error, (WorkerDied, WorkerTimeout)):
                 self.close_after(error)
             raise
@@ -277,24 +292,37 @@ class Pool:
         """
         exchange = self._exchange
         assert exchange is not None
+        # How long it took the first time says what to expect; a constructor or a close that hangs must not hold the
+        # others up for as long as a first build may take.
+        limit = min(self._options.build_timeout, max(self._options.step_timeout, 10.0 * self._built_in + _REBUILD_GRACE))
         lost = [worker for worker in exchange.lost if not set(self._groups[worker]).isdisjoint(rows)]
-        faults = [fault for worker in lost for fault in self._revive(worker, exchange)]
+        faults = []
+        for worker in lost:
+            try:
+                faults.extend(self._revive(worker, exchange, limit))
+            except BaseException as error:  # Ctrl-C, or a process that does not end: nobody knows how far it has come
+                self.close_after(error)
+                raise
         rest = [row for row in rows if not any(row in self._groups[worker] for worker in lost)]
         if rest:
-            answer = self.execute_claimed(Opcode.REBUILD, rest, None, self._options.build_timeout)
+            answer = self.execute_claimed(Opcode.REBUILD, rest, None, limit)
             faults.extend([] if answer is None else answer.faults)
         return faults
 
-    def _revive(self, worker: int, exchange: Exchange) -> list[Fault]:
+    def _revive(self, worker: int, exchange: Exchange, limit: float) -> list[Fault]:
         """Puts another process in the place of a lost worker."""
         launcher = self._launcher
         assert launcher is not None
-        self._channels.pop(worker).close()
+        channel = self._channels.pop(worker, None)
+        if channel is not None:
+            channel.close()
         launcher.forget(worker)
         exchange.forget(worker)
+        launched = False
         try:
             self._launch(worker, self._builders)
-            built = next(self._each_built([worker]))
+            launched = True
+            built = next(self._each_built([worker], limit))
             for row, description in built.values.items():
                 same_leaves(row, self.descriptions[row].schema, description.schema)
             if built.faults:
@@ -304,11 +332,9 @@ class Pool:
         except (WorkerDied, WorkerTimeout) as error:
             return exchange.given_up(worker, error, Opcode.BUILD)
         except Exception as error:
-            exchange.given_up(worker, exchange.death(worker, Opcode.BUILD, wait=0.0), Opcode.BUILD)
+            if launched:
+                exchange.given_up(worker, exchange.death(worker, Opcode.BUILD, wait=0.0), Opcode.BUILD)
             return [Fault.capture(row, Opcode.BUILD.command, error, remote=False) for row in self._groups[worker]]
-        except BaseException as error:  # Ctrl-C: nobody knows how far the process has come
-            self.close_after(error)
-            raise
         exchange.revived(worker)
         launcher.look()
         log.info("%s live in process %s now", rows_in_words(self._groups[worker]), launcher.pids.get(worker))
@@ -335,10 +361,16 @@ class Pool:
         _live_pools.discard(self)
         launcher = self._launcher
         faults: list[Fault] = []
-        if launcher is not None:
-            self._end_workers(launcher, self._options.shutdown_timeout if timeout is None else timeout)
-            launcher.close()
-            faults = self._last_words()
+        with ExitStack() as last:  # each of these is done, whatever happens to the others
+            last.callback(self._let_go)
+            if launcher is not None:
+                launcher.closing = True
+                last.callback(launcher.close)
+                last.callback(self._kill, launcher)
+                self._end_workers(launcher, self._options.shutdown_timeout if timeout is None else timeout, faults)
+        return faults
+
+    def _let_go(self) -> None:
         for channel in self._channels.values():
             channel.close()
         # The memory goes when the last array over it does; ours go first.
@@ -350,7 +382,10 @@ class Pool:
         if self._data is not None:
             self._data.close()
         del self._block, self._data
-        return faults
+
+    def _kill(self, launcher: Launcher) -> None:
+        for worker in self._channels:
+            launcher.kill(worker, KILL)
 
     def __del__(self) -> None:
         if not getattr(self, "closed", True):
@@ -361,7 +396,7 @@ class Pool:
         interrupted = self._exchange is not None and self._exchange.interrupted
         return min(self._options.shutdown_timeout, 0.3 if interrupted else 1.0)
 
-    def _end_workers(self, launcher: Launcher, timeout: float) -> None:
+    def _end_workers(self, launcher: Launcher, timeout: float, faults: list[Fault]) -> None:
         workers = list(self._channels)
         if self._attached and self._exchange is not None:
             self._exchange.close_all(workers)
@@ -371,30 +406,48 @@ class Pool:
                     self._channels[worker].send(None, patience=_give_up)
                 except OSError:
                     pass
-        if timeout <= 0 or not launcher.wait_ended(workers, timeout):
-            late = [worker for worker in workers if worker not in launcher.exitcodes]
-            if timeout > 0:
-                rows = [row for worker in late for row in self._groups[worker]]
-                pids = ", ".join(str(launcher.pids.get(worker)) for worker in late)
-                log.warning("%s (pid %s) did not close within %g s: ended", rows_in_words(rows), pids, timeout)
-            for number, grace in ((signal.SIGTERM, 0.2), (KILL, _LAST_GRACE)):
-                for worker in workers:
-                    launcher.kill(worker, number)
-                if launcher.wait_ended(workers, grace):
-                    break
+        if timeout > 0 and self._heard_out(launcher, workers, time.monotonic() + timeout, faults):
+            return
+        late = [worker for worker in workers if worker not in launcher.exitcodes]
+        if timeout > 0 and late:
+            rows = [row for worker in late for row in self._groups[worker]]
+            pids = ", ".join(str(launcher.pids.get(worker)) for worker in late)
+            log.warning("%s (pid %s) did not close within %g s: ended", rows_in_words(rows), pids, timeout)
+        for number, grace in ((signal.SIGTERM, 0.2), (KILL, _LAST_GRACE)):
+            for worker in workers:
+                launcher.kill(worker, number)
+            if launcher.wait_ended(workers, grace):
+                break
 
-    def _last_words(self) -> list[Fault]:
-        """What workers have sent before they ended, if it is of their close."""
-        faults: list[Fault] = []
-        for channel in self._channels.values():
-            try:
-                while True:
-                    _, message = channel.receive(_give_up)
-                    if isinstance(message, Answer):
-                        faults.extend(fault for fault in message.faults if fault.command == Opcode.CLOSE.command)
-            except (EOFError, OSError, UnreadableMessage):
-                continue
-        return faults
+    def _heard_out(self, launcher: Launcher, workers: list[int], deadline: float, faults: list[Fault]) -> bool:
+        """Whether all workers have ended in time. Takes in what they have to say until then: of their close, which
+        counts, and of a command that nobody waits for any more, in the way of which they could not end."""
+
+        def patience(sock: socket.socket, writing: bool) -> None:
+            if time.monotonic() >= deadline:
+                raise BrokenPipeError("the worker does not come to an end")
+            wait_for(sock, writing, 0.02)
+
+        talking = {self._channels[worker].sock: self._channels[worker] for worker in workers}
+        while True:
+            launcher.look()
+            ended = all(worker in launcher.exitcodes for worker in workers)
+            for sock in readable(list(talking), 0.0 if ended else 0.02):
+                try:
+                    _, message = talking[sock].receive(patience)
+                except UnreadableMessage:
+                    continue
+                except (EOFError, OSError):
+                    del talking[sock]
+                    continue
+                if isinstance(message, Answer):
+                    faults.extend(fault for fault in message.faults if fault.command == Opcode.CLOSE.command)
+            if ended and not readable(list(talking), 0.0):
+                return True
+            if time.monotonic() >= deadline:
+                return ended
+            if not talking:
+                launcher.look(0.02)
 
 
 _live_pools: weakref.WeakSet[Pool] = weakref.WeakSet()

@@ -42,6 +42,9 @@ class Recovery:
         schemas: the leaves of each row, as they are transported.
         policy: how often to try.
         faults: where to note what happens.
+
+    Attributes:
+        restarted: the rows whose episode the last step has ended because they were put up again.
     """
 
     def __init__(self, engine: Engine, schemas: Sequence[Schema], policy: RestartPolicy, faults: FaultLog) -> None:
@@ -50,6 +53,8 @@ class Recovery:
         self._policy = policy
         self._faults = faults
         self._replaced: set[int] = set()
+        self._completed: set[int] = set()
+        self.restarted: set[int] = set()
         self._recent: dict[int, deque[float]] = {}
         self._seeds: dict[int, int] = {}
         self._seedings: dict[int, int] = {}
@@ -72,12 +77,17 @@ class Recovery:
         everyone = set(range(len(self._schemas)) if rows is None else rows)
         if opcode == Opcode.SEED:
             self._note_seeds(given)
+        if opcode == Opcode.STEP_AND_MAYBE_RESET:
+            self._engine.fresh[:] = False
+            self._completed = set()
         truncated = self._replaced & everyone if self._replaced and opcode in _STEPS else set()
         going = sorted(everyone - truncated) if truncated else rows
         answer = self._engine.execute_claimed(opcode, going, given, timeout) if not truncated or going else None
         running = everyone
         while answer is not None and answer.faults:
             faults, answer.faults = answer.faults, []
+            if opcode == Opcode.STEP_AND_MAYBE_RESET:
+                self._completed = {fault.row for fault in faults if self._has_completed(fault.row)}
             if opcode == Opcode.RESET:
                 self._replaced -= running - {fault.row for fault in faults}
             put_up, answer.faults = self._mend(opcode, faults)
@@ -99,11 +109,19 @@ class Recovery:
             return answer
         if opcode == Opcode.RESET:
             self._replaced -= running
+        if opcode in _STEPS:
+            self.restarted = truncated
         if truncated:
             answer = answer or Answer()
             self._end_episodes(opcode, truncated, everyone, answer, timeout)
         self._keep(opcode, rows, answer)
         return answer
+
+    def _has_completed(self, row: int) -> bool:
+        """Whether a row that failed has done its step, and only the reset after it failed: its next is as it should be,
+        where all of that lies in buffers."""
+        schema = self._schemas[row]
+        return bool(self._engine.fresh[row]) and all(leaf.fixed for leaf in schema.by_area[NEXT].values())
 
     def _end_episodes(
         self, opcode: Opcode, truncated: set[int], everyone: set[int], answer: Answer, timeout: float | None
@@ -111,7 +129,7 @@ class Recovery:
         """Lets rows that were put up come back truncated from a step, and resets them if that is part of it."""
         ends: dict[int, dict[Key, Any]] = {}
         while truncated:
-            for row in truncated - ends.keys():
+            for row in truncated - ends.keys() - self._completed:
                 ends[row] = self._end_of_episode(row)
             if opcode == Opcode.STEP:
                 break
@@ -121,6 +139,7 @@ class Recovery:
             answer.values.update(fresh.values)
             answer.faults = fresh.faults
             truncated = set() if fresh.faults else self._replaced & everyone
+            self.restarted = self.restarted | truncated
         for row, values in ends.items():
             arrays = self._engine.row_arrays[row][NEXT]
             for key, value in values.items():
@@ -169,7 +188,7 @@ class Recovery:
             self._faults.add(faults, RESTARTED, f" in {wait:g} s")
             time.sleep(wait)
             faults = self._engine.rebuild(rows) or (self._seed_again(rows) if seeded else [])
-        self._good.restore(put_up)
+        self._good.restore(put_up - self._completed)
         return put_up, []
 
     def _admit(self, rows: Sequence[int]) -> float | None:
@@ -185,7 +204,7 @@ class Recovery:
             return None
         for row in rows:
             self._recent[row].append(now)
-        return min(policy.delay * 2.0**most, policy.longest_delay)
+        return min(policy.delay * 2.0 ** min(most, 60), policy.longest_delay)
 
     def _given_up(self, faults: list[Fault]) -> list[Fault]:
         """Raises for good: what the policy allows is used up.

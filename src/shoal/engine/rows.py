@@ -89,6 +89,7 @@ class RowGroup:
         self._catch: type[BaseException] = BaseException if remote else Exception
         self._drivers: dict[int, Driver] = {}
         self._broken: dict[int, str] = {}
+        self._unbuilt: set[int] = set()
 
     def build(self, builders: Sequence[Builder | PackedBuilder]) -> Answer:
         """Builds the environments; the answer's values are their descriptions."""
@@ -126,10 +127,11 @@ class RowGroup:
                 driver.attach(schemas[row], layout.row(buffer, row), sent=self._remote)
             except self._catch as error:
                 answer.faults.append(self._fault(row, Opcode.BUILD, error))
-                self._broken[row] = Opcode.BUILD.command
+                self._unbuilt.add(row)
                 continue
             self._drivers[row] = driver
             self._broken.pop(row, None)
+            self._unbuilt.discard(row)
         self._take_together()
         return answer if answer.faults else None
 
@@ -148,7 +150,7 @@ class RowGroup:
         self._take_together()
 
     def _take_together(self) -> None:
-        whole = len(self._drivers) == len(self.rows) and not self._broken
+        whole = len(self._drivers) == len(self.rows) and not self._broken and not self._unbuilt
         fresh = self._fresh[self.rows[0] : self.rows[-1] + 1]
         self._together = together_for(self._drivers, self._arrays, fresh, self._catch) if whole else None
 
@@ -173,13 +175,18 @@ class RowGroup:
             if mask is not None and not mask[row]:
                 continue
             try:
+                if row in self._unbuilt:
+                    raise EnvError(f"row {row} could not be built anew after a fault, and has no environment now")
                 if self._broken and row in self._broken and opcode in _STEPS:
                     raise EnvError(
                         f"row {row} raised an exception in {self._broken[row]!r} and was not reset since: reset it "
                         'before it steps again (a mask under "_reset" resets single rows)'
                     )
+                driver.was_reset = False
                 value = run(driver, None if given is None else given.get(row))
             except self._catch as error:
+                if opcode == Opcode.STEP_AND_MAYBE_RESET:
+                    self._fresh[row] = driver.was_reset  # whether it was the reset that failed, after a complete step
                 answer = answer or Answer()
                 answer.faults.append(self._fault(row, Opcode(opcode), error))
                 continue
@@ -192,6 +199,15 @@ class RowGroup:
                 self._broken.pop(row, None)
                 if not self._broken and self._together is None:
                     self._take_together()
+        return answer
+
+    def refuse(self, opcode: Opcode, mask: Any, why: str) -> Answer:
+        """Gives each row that takes part a fault, with nothing done."""
+        answer = Answer()
+        for row in self._drivers:
+            if mask is None or mask[row]:
+                error = EnvError(f"row {row} cannot {opcode.command!r}: {why}")
+                answer.faults.append(Fault.capture(row, opcode.command, error, remote=self._remote))
         return answer
 
     def _step_together(self, opcode: int) -> Answer | None:

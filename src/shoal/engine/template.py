@@ -147,7 +147,7 @@ class Template:
         for blob in request["warm"]:
             try:
                 factory, _ = pickling.loads(blob)
-            except Exception:
+            except BaseException:
                 # The worker meets the same error when it builds the row, and reports it with the row's number.
                 continue
             import_needs(factory)

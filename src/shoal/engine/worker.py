@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shoal.engine.channel import Channel
+from shoal.engine import pickling
+from shoal.engine.channel import Channel, UnreadableMessage
+from shoal.engine.errors import Fault
 from shoal.engine.memory import open_block
 from shoal.engine.protocol import Answer, Control, Flag, Opcode
 from shoal.engine.rows import Builder, PackedBuilder, RowGroup
@@ -74,7 +76,7 @@ class Worker:
     def run(self, builders: Sequence[Builder | PackedBuilder]) -> None:
         """Builds the environments, then serves commands until told to close or the parent is gone."""
         try:
-            self._channel.send(self._group.build(builders))
+            self._send(self._group.build(builders), 0, Opcode.BUILD)
             _, attachment = self._channel.receive()
             if attachment is None:
                 self._group.close()
@@ -96,33 +98,44 @@ class Worker:
             waiter.wait()
             sequence, opcode, flags = control.read_command(index)
             given = None
+            unreadable: UnreadableMessage | None = None
             if flags & Flag.MESSAGE:
-                _, given = channel.receive()
+                try:
+                    _, given = channel.receive()
+                except UnreadableMessage as error:
+                    unreadable = error
             if opcode == Opcode.CLOSE:
                 closed = group.close()
                 if closed.faults:
-                    self._send(closed, sequence)
+                    self._send(closed, sequence, Opcode.CLOSE)
                 return
+            mask = control.mask if flags & Flag.MASKED else None
+            answer: Answer | None
             if opcode == Opcode.SYNC:
                 answer = None
+            elif unreadable is not None:
+                answer = group.refuse(Opcode(opcode), mask, f"what it was given does not unpickle there: {unreadable}")
             else:
-                answer = group.execute(opcode, control.mask if flags & Flag.MASKED else None, given)
+                answer = group.execute(opcode, mask, given)
             control.answer(index, sequence, Flag.NONE if answer is None else Flag.MESSAGE)
             second.finish() if flags & Flag.SECOND else first.finish()
             if answer is not None:
                 # After the completion: the parent reads while we write, so no size of a message can block us both.
-                self._send(answer, sequence)
+                self._send(answer, sequence, Opcode(opcode))
 
-    def _send(self, answer: Answer, sequence: int) -> None:
+    def _send(self, answer: Answer, sequence: int, opcode: Opcode) -> None:
         try:
-            self._channel.send(answer, sequence)
-        except OSError:
-            raise
-        except BaseException as error:  # a value that cannot be pickled
-            from shoal.engine.errors import Fault
-
-            faults = [Fault.capture(row, "answer", error, remote=True) for row in answer.values]
-            self._channel.send(Answer(faults=answer.faults + faults), sequence)
+            data = pickling.dumps(answer)
+        except BaseException:  # some row's value cannot be pickled: the others' can
+            faults, values = list(answer.faults), {}
+            for row, value in answer.values.items():
+                try:
+                    pickling.dumps(value)
+                    values[row] = value
+                except BaseException as error:
+                    faults.append(Fault.capture(row, opcode.command, error, remote=True))
+            data = pickling.dumps(Answer(values, faults))
+        self._channel.send_packed(data, sequence)
 
 
 def ignore_interrupts() -> None:

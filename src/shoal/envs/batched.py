@@ -173,7 +173,8 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
 
     def _open_ordinarily(self) -> Session:
         builders = [
-            Builder(factory, kwargs) for factory, kwargs in zip(self.create_env_fn, self.create_env_kwargs, strict=True)
+            Builder(factory, copied(kwargs))  # what changes later counts from the next start on
+            for factory, kwargs in zip(self.create_env_fn, self.create_env_kwargs, strict=True)
         ]
         engine = self._make_engine(builders)
         try:
@@ -644,8 +645,12 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         """The root where parts of a row (agents, entries of its own batch) may be done alone: the parts that were reset
         forget the action, as they do in a single environment."""
         results, roots = self.__dict__["_results"], []
+        restarted = self.__dict__["_session"].restarted
         for part, fresh_part, row in zip(tensordict.unbind(0), fresh.unbind(0), results.rows, strict=True):
             root = results.root_of_row(part, row)
+            if row in restarted:  # no part of it has lived on
+                roots.append(root.update(fresh_part))
+                continue
             done = _terminated_or_truncated(root, full_done_spec=self.output_spec["full_done_spec"][0], key="_reset")
             fresh_part = fresh_part.copy()
             roots.append(_update_during_reset(fresh_part, root, self.reset_keys) if done else root.update(fresh_part))

@@ -63,8 +63,9 @@ class Session:
         except BaseException as error:
             self.closed = self.closed or getattr(self.engine, "closed", False)
             if self._recovery is None and isinstance(error, (WorkerDied, WorkerTimeout)):
-                pid = getattr(error, "pid", -1)
-                self.faults.add([Fault.of_loss(row, opcode.command, error, pid) for row in error.rows], RAISED)
+                pids = error.pids if isinstance(error, WorkerTimeout) else [error.pid] * len(error.rows)
+                lost = zip(error.rows, pids, strict=True)
+                self.faults.add([Fault.of_loss(row, opcode.command, error, pid) for row, pid in lost], RAISED)
             raise
         if self._recovery is None and answer is not None and answer.faults:
             self.faults.add(answer.faults, RAISED)
@@ -79,6 +80,11 @@ class Session:
                 self.latest[row].update({key: value for (where, key), value in values.items() if where == area})
         raise_faults(answer.faults)
         return answer.values
+
+    @property
+    def restarted(self) -> set[int]:
+        """The rows whose episode the last step has ended because their environment was put up again."""
+        return set() if self._recovery is None else self._recovery.restarted
 
     def _move(self, opcode: Opcode, rows: Sequence[int] | None, failed: Collection[int]) -> None:
         """Notes where the latest values of the rows lie that a command has moved."""
