@@ -294,7 +294,9 @@ class Pool:
         assert exchange is not None
         # How long it took the first time says what to expect; a constructor or a close that hangs must not hold the
         # others up for as long as a first build may take.
-        limit = min(self._options.build_timeout, max(self._options.step_timeout, 10.0 * self._built_in + _REBUILD_GRACE))
+        limit = min(
+            self._options.build_timeout, max(self._options.step_timeout, 10.0 * self._built_in + _REBUILD_GRACE)
+        )
         lost = [worker for worker in exchange.lost if not set(self._groups[worker]).isdisjoint(rows)]
         faults = []
         for worker in lost:

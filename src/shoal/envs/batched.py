@@ -36,9 +36,15 @@ from shoal.envs.arguments import (
 )
 from shoal.envs.remote import RemoteAttributes
 from shoal.envs.results import Results, td_key
+from shoal.envs.rollout import in_place, rollout_in_place
 from shoal.envs.session import Session
 from shoal.envs.specs import batch_specs
 from shoal.envs.views import Views
+
+_IN_PLACE = frozenset(
+    {"tensordict", "auto_reset", "break_when_any_done", "break_when_all_done", "return_contiguous", "trust_policy"}
+)
+"""Arguments of a rollout that may be written in place."""
 
 _UNTIL_USED = ("_session", "_results", "_view_of")
 
@@ -640,6 +646,27 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         if results.whole_rows or places is not None:
             return tensordict, results.merged(self._root_of(tensordict), fresh)
         return tensordict, self._root_in_parts(tensordict, fresh)
+
+    def rollout(self, max_steps: int, policy: Any = None, callback: Any = None, **kwargs: Any) -> TensorDictBase:
+        """Steps ``max_steps`` times, or until a row is done; see torchrl's ``EnvBase.rollout`` for the arguments.
+
+        Without a policy and with ``break_when_any_done=False``, each step is written to its final place.
+        """
+        breaks = kwargs.get("break_when_any_done") is not False or kwargs.get("break_when_all_done")
+        if policy is not None or callback is not None or breaks or max_steps < 1 or not kwargs.keys() <= _IN_PLACE:
+            return super().rollout(max_steps, policy, callback, **kwargs)
+        tensordict = kwargs.get("tensordict")
+        if kwargs.get("auto_reset", True):
+            root = self.reset(tensordict)
+        elif tensordict is not None:
+            root = self.maybe_reset(tensordict)
+        else:
+            raise RuntimeError("tensordict must be provided when auto_reset is False")
+        session, results = self._started(stepping=True), self.__dict__["_results"]
+        if in_place(session, results, root):
+            return rollout_in_place(self, session, results, root, max_steps)
+        kwargs.update(tensordict=root, auto_reset=False)
+        return super().rollout(max_steps, policy, callback, **kwargs)
 
     def _root_in_parts(self, tensordict: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         """The root where parts of a row (agents, entries of its own batch) may be done alone: the parts that were reset

@@ -120,6 +120,10 @@ class Results:
             buffer.copy_(source[name])
         return True
 
+    def plain_leaves(self, area: str) -> list[tuple[str, torch.Tensor]]:
+        """Name and buffer of an area's leaves, where all are flat and buffered."""
+        return self._plain[area]  # type: ignore[return-value]
+
     def read_plain(self, area: str) -> dict[str, torch.Tensor]:
         """An area's leaves, in memory of their own."""
         return {name: buffer.clone() for name, buffer in self._plain[area]}  # type: ignore[misc]
