@@ -15,7 +15,11 @@ from shoal.engine.schema import Key
 
 
 def together_for(
-    drivers: dict[int, Driver], arrays: dict[str, dict[Key, Array]], fresh: Array, catch: type[BaseException]
+    drivers: dict[int, Driver],
+    arrays: dict[str, dict[Key, Array]],
+    fresh: Array,
+    times: Array,
+    catch: type[BaseException],
 ) -> Any:
     """What steps these drivers' environments in one loop, see `shoal.drivers.together`; None if each goes by itself.
 
@@ -23,6 +27,7 @@ def together_for(
         drivers: of the rows of one process, attached, in order.
         arrays: ``[n, ...]`` arrays of their leaves, by area and key.
         fresh: ``[n]`` flags that say which rows were reset.
+        times: ``[n, 2]`` doubles: seconds in each environment, and number of its resets and steps.
         catch: what to catch of a row.
     """
     if "shoal.drivers.gymnasium" not in sys.modules:
@@ -31,7 +36,7 @@ def together_for(
 
     if not may_step_together(list(drivers.values()), arrays):
         return None
-    return Together(drivers, arrays, fresh, catch)  # type: ignore[arg-type]
+    return Together(drivers, arrays, fresh, times, catch)  # type: ignore[arg-type]
 
 
 def driver_for(env: Any, row: int) -> Driver:

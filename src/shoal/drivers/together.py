@@ -7,6 +7,7 @@ not do itself.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ from shoal.drivers.gymnasium import DONE_KEYS, GymnasiumDriver
 from shoal.drivers.spaces import ARRAY, CATEGORICAL, ONE_HOT
 from shoal.engine.layout import Array
 from shoal.engine.schema import INPUT, NEXT, ROOT, Key
+
+MEASURED_EVERY = 16
+"""One step in so many is measured row by row, and stands for all: a clock costs as much as a row's transport."""
 
 Failed = list[tuple[int, BaseException]]
 """Rows that raised, and what."""
@@ -29,6 +33,7 @@ class Together:
         drivers: of the rows, in order; `may_step_together` has said yes.
         arrays: ``[n, ...]`` arrays of the rows' leaves, by area and key.
         fresh: ``[n]`` flags that say which rows were reset.
+        times: ``[n, 2]`` doubles: seconds in each environment, and number of its resets and steps.
         catch: what to catch of a row.
     """
 
@@ -37,9 +42,12 @@ class Together:
         drivers: dict[int, GymnasiumDriver],
         arrays: dict[str, dict[Key, Array]],
         fresh: Array,
+        times: Array,
         catch: type[BaseException],
     ) -> None:
         self._fresh = fresh
+        self._spent, self._calls = times[:, 0], times[:, 1]
+        self._count = 0
         self._catch = catch
         self._rows = list(drivers)
         self._drivers = list(drivers.values())
@@ -57,6 +65,11 @@ class Together:
         terminated: list[bool] = []
         truncated: list[bool] = []
         place = 0
+        clock = time.perf_counter
+        self._count += 1
+        measured = self._count % MEASURED_EVERY == 0
+        seconds: list[float] = []
+        last = clock() if measured else 0.0
         try:
             for action, (step, write) in zip(self._read(), self._each, strict=True):
                 try:
@@ -72,11 +85,18 @@ class Together:
                 terminated.append(ended)
                 truncated.append(cut)
                 place += 1
+                if measured:
+                    now = clock()
+                    seconds.append(now - last)
+                    last = now
         finally:  # a Ctrl-C in a serial environment: the rows that have stepped keep what they gave
             self._rewards[:place] = rewards[:place]
             self._terminated[:place] = terminated[:place]
             self._truncated[:place] = truncated[:place]
         np.logical_or(self._terminated, self._truncated, out=self._done)
+        self._calls += 1.0
+        if measured:
+            self._spent += np.multiply(seconds, MEASURED_EVERY)
         return failed
 
     def step_and_maybe_reset(self) -> Failed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -44,7 +46,9 @@ class LocalEngine:
         self.arrays = layout.batch(buffer)
         self.row_arrays = [layout.row(buffer, row) for row in range(len(schemas))]
         self.fresh = np.zeros(len(schemas), bool)
-        self._group.attach(dict(enumerate(schemas)), layout, buffer, self.fresh)
+        self.pid = os.getpid()
+        self.row_times, self.worker_times = np.zeros(2 * len(schemas)), np.zeros(2)
+        self._group.attach(dict(enumerate(schemas)), layout, buffer, self.fresh, self.row_times)
 
     def execute(
         self,
@@ -59,7 +63,11 @@ class LocalEngine:
             mask = bytearray(len(self._group.rows))
             for row in rows:
                 mask[row] = 1
-        return self._group.execute(opcode, mask, given)
+        start = time.perf_counter()
+        try:
+            return self._group.execute(opcode, mask, given)
+        finally:
+            self.worker_times += (time.perf_counter() - start, 1.0)
 
     execute_claimed = execute
 

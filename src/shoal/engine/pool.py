@@ -188,6 +188,8 @@ class Pool:
         self.arrays = self._layout.batch(self._data.buffer)
         self.row_arrays = [self._layout.row(self._data.buffer, row) for row in range(len(schemas))]
         self.fresh = np.frombuffer(self._control.fresh, bool)
+        self.row_times: Array = np.asarray(self._control.row_times)
+        self.worker_times: Array = np.asarray(self._control.worker_times)
         try:
             self._attach(range(self._options.processes))
         except BaseException as error:
@@ -342,6 +344,12 @@ class Pool:
         log.info("%s live in process %s now", rows_in_words(self._groups[worker]), launcher.pids.get(worker))
         return []
 
+    def carriers(self) -> tuple[list[range], list[int]]:
+        """The rows and the process id of each worker."""
+        assert self._launcher is not None
+        self._launcher.look()
+        return self._groups, [self._launcher.pids.get(worker, -1) for worker in range(len(self._groups))]
+
     def close_after(self, error: BaseException, grace: float = _LAST_GRACE) -> None:
         """Closes, and says so in the error that is the reason."""
         if isinstance(error, (WorkerDied, WorkerTimeout)) and not self.closed:
@@ -377,7 +385,8 @@ class Pool:
             channel.close()
         # The memory goes when the last array over it does; ours go first.
         self.arrays, self.row_arrays = {}, []
-        self.__dict__.pop("fresh", None)
+        for name in ("fresh", "row_times", "worker_times"):
+            self.__dict__.pop(name, None)
         self._launcher = self._exchange = None
         del self._control
         self._block.close()

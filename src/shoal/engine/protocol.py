@@ -105,6 +105,8 @@ class Control:
         mask: one byte a row: whether it takes part in a masked command.
         fresh: one byte a row: whether the last ``STEP_AND_MAYBE_RESET`` has written its ``ROOT`` area, since the row
             was reset; where not, its root values are those in ``NEXT``, and nobody has copied them.
+        worker_times: for each worker, seconds in commands and number of commands.
+        row_times: for each row, seconds in its environment and number of its resets and steps.
 
     Args:
         buffer: the block's memory.
@@ -124,12 +126,17 @@ class Control:
         self.fresh = view[lines + n_rows : lines + 2 * n_rows]
         self._n_workers = n_workers
         offset = -(-(lines + 2 * n_rows) // _LINE_BYTES) * _LINE_BYTES
+        times = offset + 2 * _WORD_BYTES * n_workers
+        self.worker_times = view[offset:times].cast("d")
+        self.row_times = view[times : times + 2 * _WORD_BYTES * n_rows].cast("d")
+        offset = -(-(times + 2 * _WORD_BYTES * n_rows) // _LINE_BYTES) * _LINE_BYTES
         self.signals = signals or Signals.in_block(buffer, offset, n_workers, fresh=fresh)
 
     @staticmethod
     def bytes_for(n_workers: int, n_rows: int) -> int:
         """Bytes of a control block."""
-        return 2 * n_workers * _LINE_BYTES + 2 * n_rows + _LINE_BYTES + Signals.bytes_for(n_workers)
+        times = 2 * _WORD_BYTES * (n_workers + n_rows)
+        return 2 * n_workers * _LINE_BYTES + 2 * n_rows + times + 2 * _LINE_BYTES + Signals.bytes_for(n_workers)
 
     def command(self, worker: int, sequence: int, opcode: int, flags: int) -> None:
         """Writes a worker's command; ring its doorbell after."""

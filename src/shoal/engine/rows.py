@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from shoal.engine.protocol import Answer, Opcode
 from shoal.engine.schema import Key, Schema
 
 _STEPS = frozenset({Opcode.STEP, Opcode.STEP_AND_MAYBE_RESET})
+_TIMED = _STEPS | {Opcode.RESET}
 _MOVES = _STEPS | {Opcode.RESET, Opcode.SEED, Opcode.LOAD_STATE_DICT}
 
 
@@ -85,6 +87,7 @@ class RowGroup:
         self._leaves: dict[int, Schema] = {}
         self._arrays: dict[str, dict[Key, Array]] = {}
         self._together: Any = None
+        self._times: Any = None
         self._attachment: tuple[dict[int, Schema], Layout, Any] | None = None
         self._catch: type[BaseException] = BaseException if remote else Exception
         self._drivers: dict[int, Driver] = {}
@@ -135,9 +138,18 @@ class RowGroup:
         self._take_together()
         return answer if answer.faults else None
 
-    def attach(self, schemas: dict[int, Schema], layout: Layout, buffer: Any, fresh: Any) -> None:
-        """Gives each row its arrays in a block laid out for the whole batch, and the bytes that say who was reset."""
+    def attach(self, schemas: dict[int, Schema], layout: Layout, buffer: Any, fresh: Any, times: Any) -> None:
+        """Gives each row its arrays in a block laid out for the whole batch.
+
+        Args:
+            schemas: the rows' leaves.
+            layout: where they lie.
+            buffer: in which block.
+            fresh: one byte a row of the batch, to say who was reset.
+            times: two doubles a row of the batch: seconds in its environment, and number of its resets and steps.
+        """
         self._fresh = np.frombuffer(fresh, bool)
+        self._times = memoryview(times)
         if self._rebuilds:
             self._attachment = schemas, layout, buffer
         for row, driver in self._drivers.items():
@@ -152,7 +164,8 @@ class RowGroup:
     def _take_together(self) -> None:
         whole = len(self._drivers) == len(self.rows) and not self._broken and not self._unbuilt
         fresh = self._fresh[self.rows[0] : self.rows[-1] + 1]
-        self._together = together_for(self._drivers, self._arrays, fresh, self._catch) if whole else None
+        times = np.frombuffer(self._times).reshape(-1, 2)[self.rows[0] : self.rows[-1] + 1]
+        self._together = together_for(self._drivers, self._arrays, fresh, times, self._catch) if whole else None
 
     def execute(self, opcode: int, mask: Any, given: dict[int, Any] | None) -> Answer | None:
         """Runs one command.
@@ -171,6 +184,7 @@ class RowGroup:
             return self._step_together(opcode)
         run = _COMMANDS[opcode]
         answer: Answer | None = None
+        times, clock, moves = self._times, time.perf_counter, opcode in _TIMED
         for row, driver in self._drivers.items():
             if mask is not None and not mask[row]:
                 continue
@@ -183,7 +197,11 @@ class RowGroup:
                         'before it steps again (a mask under "_reset" resets single rows)'
                     )
                 driver.was_reset = False
+                start = clock()
                 value = run(driver, None if given is None else given.get(row))
+                if moves:
+                    times[2 * row] += clock() - start
+                    times[2 * row + 1] += 1.0
             except self._catch as error:
                 if opcode == Opcode.STEP_AND_MAYBE_RESET:
                     self._fresh[row] = driver.was_reset  # whether it was the reset that failed, after a complete step

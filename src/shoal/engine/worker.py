@@ -83,7 +83,7 @@ class Worker:
                 return
             schemas, layout, handle = attachment
             self._data = open_block(handle, self._channel.take_descriptor())
-            self._group.attach(schemas, layout, self._data.buffer, self._control.fresh)
+            self._group.attach(schemas, layout, self._data.buffer, self._control.fresh, self._control.row_times)
             self._channel.send(Answer())
             self._serve()
         except (EOFError, BrokenPipeError, ConnectionError):
@@ -94,8 +94,10 @@ class Worker:
         control, index, group, channel = self._control, self._index, self._group, self._channel
         first, second = control.signals.completions
         waiter = Waiter(control.signals.doorbells[index])
+        times, clock = control.worker_times, time.perf_counter
         while True:
             waiter.wait()
+            start = clock()
             sequence, opcode, flags = control.read_command(index)
             given = None
             unreadable: UnreadableMessage | None = None
@@ -117,6 +119,8 @@ class Worker:
                 answer = group.refuse(Opcode(opcode), mask, f"what it was given does not unpickle there: {unreadable}")
             else:
                 answer = group.execute(opcode, mask, given)
+            times[2 * index] += clock() - start
+            times[2 * index + 1] += 1.0
             control.answer(index, sequence, Flag.NONE if answer is None else Flag.MESSAGE)
             second.finish() if flags & Flag.SECOND else first.finish()
             if answer is not None:

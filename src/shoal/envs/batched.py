@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
+import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +41,7 @@ from shoal.envs.results import Results, td_key
 from shoal.envs.rollout import in_place, rollout_in_place
 from shoal.envs.session import Session
 from shoal.envs.specs import batch_specs
+from shoal.envs.stats import Stats
 from shoal.envs.views import Views
 
 _IN_PLACE = frozenset(
@@ -47,6 +50,21 @@ _IN_PLACE = frozenset(
 """Arguments of a rollout that may be written in place."""
 
 _UNTIL_USED = ("_session", "_results", "_view_of")
+
+
+def _timed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Counts the time in a method that moves the rows, for `BatchedEnv.stats`."""
+
+    @functools.wraps(method)
+    def call(self: BatchedEnv, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        result = method(self, *args, **kwargs)
+        session: Session | None = self.__dict__["_session"]
+        if session is not None:
+            session.meter.moving += time.perf_counter() - start
+        return result
+
+    return call
 
 
 class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
@@ -365,6 +383,18 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         finally:
             self.step_timeout = before
 
+    def stats(self) -> Stats:
+        """Where the time went since the start: per row and process the time in the environments, and the time of this
+        process in waiting for them, in the face and outside. Always on; `print` it for a table.
+
+        Raises:
+            RuntimeError: the environment is not started.
+        """
+        session: Session | None = self.__dict__["_session"]
+        if session is None or session.closed:
+            raise RuntimeError("there are no stats of an environment that is not started: start it, or reset it, first")
+        return session.meter.stats(session.engine)
+
     @property
     def faults(self) -> list[FaultRecord]:
         """What has happened to which row and when: the last 1,000 faults, the oldest first.
@@ -459,6 +489,7 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
     def _set_seed(self, seed: int | None) -> None:
         """Not used: `set_seed` seeds the sub-environments."""
 
+    @_timed
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         session, results = self._started(), self.__dict__["_results"]
         places, mask_keys = self._places_to_reset(tensordict)
@@ -545,6 +576,7 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
             return _update_during_reset(fresh, given, self.reset_keys).update(fresh)
         return given.exclude(*self.reset_keys).update(fresh)
 
+    @_timed
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Steps the sub-environments.
 
@@ -609,6 +641,7 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         picked: list[int] = rows[:, 0].nonzero().flatten().tolist()
         return picked
 
+    @_timed
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """Steps, and resets the rows that are done, in one exchange with the workers.
 
@@ -664,7 +697,10 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
             raise RuntimeError("tensordict must be provided when auto_reset is False")
         session, results = self._started(stepping=True), self.__dict__["_results"]
         if in_place(session, results, root):
-            return rollout_in_place(self, session, results, root, max_steps)
+            start = time.perf_counter()
+            rollout = rollout_in_place(self, session, results, root, max_steps)
+            session.meter.moving += time.perf_counter() - start
+            return rollout
         kwargs.update(tensordict=root, auto_reset=False)
         return super().rollout(max_steps, policy, callback, **kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from shoal.engine.protocol import Answer, Opcode
 from shoal.engine.recovery import Engine, Recovery
 from shoal.engine.schema import NEXT, ROOT, Key
 from shoal.envs.specs import RowSpecs, row_specs
+from shoal.envs.stats import Meter
 
 
 class Session:
@@ -24,6 +26,7 @@ class Session:
         faults: where to note them.
 
     Attributes:
+        meter: the clock of what this process does for it.
         timeout: seconds that a command may take; None for what the engine was told.
         rows: the sub-environments.
         alike: whether they all have the same leaves.
@@ -45,6 +48,7 @@ class Session:
         self._all_moved: Opcode | None = None
         self.latest: list[dict[Key, Any]] = [{} for _ in self.rows]
         self.closed = False
+        self.meter = Meter()
         self.timeout: float | None = None
         self.faults = FaultLog() if faults is None else faults
         self._recovery = None if policy is None else Recovery(engine, self.schemas, policy, self.faults)
@@ -58,6 +62,7 @@ class Session:
         Raises:
             Exception: what a sub-environment raised; the other rows' results are kept.
         """
+        start = time.perf_counter()
         try:
             answer: Answer | None = self._execute(opcode, rows, given, self.timeout)
         except BaseException as error:
@@ -67,6 +72,9 @@ class Session:
                 lost = zip(error.rows, pids, strict=True)
                 self.faults.add([Fault.of_loss(row, opcode.command, error, pid) for row, pid in lost], RAISED)
             raise
+        if opcode in _MOVES:
+            self.meter.engine += time.perf_counter() - start
+            self.meter.commands += 1
         if self._recovery is None and answer is not None and answer.faults:
             self.faults.add(answer.faults, RAISED)
         failed = {fault.row for fault in answer.faults} if answer is not None else ()
