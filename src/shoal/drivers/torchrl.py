@@ -207,7 +207,8 @@ class TorchRLDriver(Driver):
             following = tensordict.get("next")
             messages = self._write(NEXT, following)
             self.was_reset = done = self._any_done(following)  # now: a reset may write to the same tensors
-            root = env.maybe_reset(root)
+            if done:
+                root = env.maybe_reset(root)
         else:
             tensordict, root = env.step_and_maybe_reset(tensordict)
             following = tensordict.get("next")
@@ -216,7 +217,7 @@ class TorchRLDriver(Driver):
         self._root = root
         # Where nothing is done, what the root shares with next is the same; hooks and transforms may have set the rest.
         self.was_reset = done or any(
-            root.get(name, None) is not following.get(name) for _, name, _, _ in self._outputs[ROOT]
+            _leaf(root, name) is not _leaf(following, name) for _, name, _, _ in self._outputs[ROOT]
         )
         more = self._write(ROOT, root) if self.was_reset else None
         if more:
@@ -224,7 +225,7 @@ class TorchRLDriver(Driver):
         return messages
 
     def _any_done(self, following: TensorDictBase) -> bool:
-        return any(bool(following.get(name).any()) for name in self._dones)
+        return any(bool(_leaf(following, name).any()) for name in self._dones)
 
     def _advance(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         env = self.env
@@ -241,7 +242,10 @@ class TorchRLDriver(Driver):
             tensordict = self._root.copy()
         for key, buffer in self._inputs:
             # A copy: the environment may keep it, and the next command writes to the buffer.
-            tensordict.set(key, buffer.clone())
+            if type(tensordict) is TensorDict and isinstance(key, str):
+                tensordict._tensordict[key] = buffer.clone()  # of the leaf's own shape and dtype: nothing to check
+            else:
+                tensordict.set(key, buffer.clone())
         if given is not None:
             for leaf_key, value in given.leaves.items():
                 tensordict.set(_td_key(leaf_key), value)
@@ -263,7 +267,7 @@ class TorchRLDriver(Driver):
     def _write(self, area: str, tensordict: TensorDictBase) -> Messages | None:
         messages: Messages | None = None
         for key, name, buffer, leaf in self._outputs[area]:
-            value = tensordict.get(name, None)
+            value = _leaf(tensordict, name)
             if value is None:
                 raise EnvError(
                     f"row {self._row}: the environment gave no {'.'.join(key)!r} ({leaf.role}), as its specs promise; "
@@ -276,7 +280,7 @@ class TorchRLDriver(Driver):
                         f"{tuple(value.shape)} and dtype {dtype_name(value.dtype)}, its spec says "
                         f"{tuple(buffer.shape)} and {leaf.dtype}; change the spec or the value"
                     )
-                buffer.copy_(value.detach())
+                buffer.copy_(value.detach() if value.requires_grad else value)
                 continue
             if messages is None:
                 messages = {}
@@ -434,6 +438,13 @@ def without_locks(state: Any) -> Any:
             copy[key] = without_locks(value)
         return copy
     return None if hasattr(state, "acquire") and hasattr(state, "release") else state
+
+
+def _leaf(tensordict: TensorDictBase, name: str | Key) -> Any:
+    """A leaf, or None; the short way where that is a look into a dict."""
+    if type(tensordict) is TensorDict and isinstance(name, str):
+        return tensordict._tensordict.get(name)
+    return tensordict.get(name, None)
 
 
 def _td_key(key: Key) -> str | Key:
