@@ -249,17 +249,24 @@ SETTINGS = [
     for transport in ("buffers", "messages")
     for on_failure in ("raise", "restart")
 ]
-FAMILIES = [
-    pytest.param(Trouble, when, id=f"gymnasium-{when}")
-    for when in ("reset", "step", "step_and_maybe_reset", "seed", "attribute")
-] + [
-    pytest.param(TroubleEnv, when, id=f"torchrl-{when}")
-    for when in ("reset", "step", "step_and_maybe_reset", "seed", "state", "attribute")
-]
+GYMNASIUM = ("reset", "step", "step_and_maybe_reset", "seed", "attribute")
+TORCHRL = ("reset", "step", "step_and_maybe_reset", "seed", "attribute")
 
 
-@pytest.mark.parametrize(("processes", "use_buffers", "on_failure"), SETTINGS)
-@pytest.mark.parametrize(("family", "when"), FAMILIES)
+def _cells() -> Iterator[Any]:
+    """Every cell once. The general driver, besides the state that only it has, crosses the columns once more, where
+    each transport and each split is met: one process a row with buffers, several rows a process with messages."""
+    for setting in SETTINGS:
+        processes, use_buffers, _ = setting.values
+        for when in GYMNASIUM:
+            yield pytest.param(Trouble, when, *setting.values, id=f"gymnasium-{when}-{setting.id}")
+        yield pytest.param(TroubleEnv, "state", *setting.values, id=f"torchrl-state-{setting.id}")
+        if (processes == N_ROWS) == use_buffers:
+            for when in TORCHRL:
+                yield pytest.param(TroubleEnv, when, *setting.values, id=f"torchrl-{when}-{setting.id}")
+
+
+@pytest.mark.parametrize(("family", "when", "processes", "use_buffers", "on_failure"), _cells())
 @pytest.mark.parametrize("what", WHATS)
 def test_what_a_fault_in_a_command_gives_and_leaves(
     what: str, family: type, when: str, processes: int, use_buffers: bool, on_failure: str
