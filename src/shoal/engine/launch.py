@@ -326,16 +326,7 @@ def _run_fork(sock: socket.socket, particulars: dict[str, Any], builders: Sequen
     def make_control() -> Control:
         return Control(block.buffer, particulars["n_workers"], particulars["n_rows"])
 
-    return worker_main(
-        particulars["index"],
-        particulars["rows"],
-        builders,
-        sock,
-        make_control,
-        particulars["num_threads"],
-        rebuilds=particulars["rebuilds"],
-        dtype=particulars["default_dtype"],
-    )
+    return worker_main(particulars, builders, sock, make_control)
 
 
 class PortableLauncher(Launcher):
@@ -403,16 +394,7 @@ def _portable_main(
         block = NamedBlock(size, name=name)
         return Control(block.buffer, particulars["n_workers"], particulars["n_rows"], signals=signals)
 
-    code = worker_main(
-        particulars["index"],
-        particulars["rows"],
-        builders,
-        sock,
-        make_control,
-        particulars["num_threads"],
-        rebuilds=particulars["rebuilds"],
-        dtype=particulars["default_dtype"],
-    )
+    code = worker_main(particulars, builders, sock, make_control)
     if code:
         sys.exit(code)
 

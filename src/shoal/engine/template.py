@@ -62,16 +62,7 @@ def boot_worker(sock: socket.socket, control_descriptor: int) -> int:
         block = open_block(particulars["control"], control_descriptor)
         return Control(block.buffer, particulars["n_workers"], particulars["n_rows"])
 
-    return worker_main(
-        particulars["index"],
-        particulars["rows"],
-        builders,
-        channel.sock,
-        make_control,
-        particulars["num_threads"],
-        rebuilds=particulars["rebuilds"],
-        dtype=particulars["default_dtype"],
-    )
+    return worker_main(particulars, builders, channel.sock, make_control)
 
 
 def exec_main() -> None:

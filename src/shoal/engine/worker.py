@@ -150,23 +150,37 @@ def ignore_interrupts() -> None:
 
 
 def worker_main(
-    index: int,
-    rows: Sequence[int],
+    particulars: dict[str, Any],
     builders: Sequence[Builder | PackedBuilder],
     sock: socket.socket,
     make_control: Callable[[], Control],
-    num_threads: int,
-    *,
-    rebuilds: bool = False,
-    dtype: str | None = None,
 ) -> int:
-    """Runs a worker in this process from its first line to its last; returns its exit code."""
+    """Runs a worker in this process from its first line to its last.
+
+    Args:
+        particulars: what `shoal.engine.pool.Pool` tells each worker of itself.
+        builders: of its rows.
+        sock: to the parent.
+        make_control: opens the pool's control words.
+
+    Returns:
+        The exit code.
+    """
     ignore_interrupts()
-    limit_threads(num_threads)
+    limit_threads(particulars["num_threads"])
+    dtype: str | None = particulars["default_dtype"]
+    prepare = None if dtype is None else lambda: set_default_dtype(dtype)
     channel = Channel(sock)
     try:
-        prepare = None if dtype is None else lambda: set_default_dtype(dtype)
-        Worker(index, rows, channel, make_control(), rebuilds=rebuilds, prepare=prepare).run(builders)
+        worker = Worker(
+            particulars["index"],
+            particulars["rows"],
+            channel,
+            make_control(),
+            rebuilds=particulars["rebuilds"],
+            prepare=prepare,
+        )
+        worker.run(builders)
     except BaseException:
         import traceback
 
