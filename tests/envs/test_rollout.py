@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.envs import EnvBase, GymEnv
+from torchrl.envs import EnvBase, GymEnv, StepCounter, TransformedEnv
 
 from shoal import ParallelEnv, RestartPolicy, SerialEnv
 from shoal.envs import batched
@@ -131,6 +131,18 @@ def test_other_rollouts_take_torchrls_loop(kind: str, kwargs: dict[str, Any]) ->
     steps = {(): 3, ("break_when_any_done",): 3}.get(tuple(kwargs), 5 if "break_when_all_done" in kwargs else 8)
     assert rollout.batch_size == (2, steps)
     assert ("extra" in rollout.keys()) == ("tensordict" in kwargs)
+    env.close()
+
+
+@kinds
+def test_steps_that_read_a_state_take_torchrls_loop(kind: str) -> None:
+    def factory() -> Any:
+        return TransformedEnv(GymEnv("CartPole-v1"), StepCounter(max_steps=4))
+
+    env = KINDS[kind](2, factory)
+    rollout = env.rollout(6, break_when_any_done=False)
+    assert rollout["next", "step_count"].squeeze(-1).tolist() == [[1, 2, 3, 4, 1, 2]] * 2
+    assert rollout["step_count"].squeeze(-1).tolist() == [[0, 1, 2, 3, 0, 1]] * 2
     env.close()
 
 

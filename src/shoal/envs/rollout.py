@@ -8,18 +8,19 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from shoal.engine.protocol import Opcode
-from shoal.engine.schema import DONE, NEXT, ROOT
+from shoal.engine.schema import ACTION, DONE, INPUT, NEXT, ROOT
 from shoal.envs.results import Results
 from shoal.envs.session import Session
 
 
 def in_place(session: Session, results: Results, root: TensorDictBase) -> bool:
     """Whether a rollout that begins with this root can be written in place: plain TensorDicts of flat leaves that all
-    lie in buffers, rows that are done as a whole, and nothing else in the root."""
+    lie in buffers, steps that read actions only, rows that are done as a whole, and nothing else in the root."""
     return (
         results.fast
         and results.whole_rows
         and not session.closed
+        and all(leaf.role == ACTION for leaf in session.rows[0].schema.by_area[INPUT].values())
         and type(root) is TensorDict
         and set(root.keys()) == {name for name, _ in results.plain_leaves(ROOT)}
     )
