@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from shoal import EnvError, ParallelEnv, RestartPolicy, SerialEnv, WorkerDied, WorkerTimeout
-from shoal.engine import recovery
+from shoal.engine import exchange, recovery
 from tests.faults.envs import TroubleAgents
 from tests.support import ACTS, Counter, SlowMethod, Trouble, ended, rows_with, script
 
@@ -434,4 +434,29 @@ def test_what_others_did_in_a_command_that_was_raised_is_their_last_good_value()
     following = env.step(acted(env, td).set("_step", only))["next"]
     assert following["truncated"].tolist() == [[False], [False], [True]]
     assert following["observation"][[0, 2]].tolist() == [[3, 1, 3], [2, 1, 2]]
+    env.close()
+
+
+def test_a_process_lost_after_its_answer_takes_none_of_its_rows_along_in_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    env = ParallelEnv(
+        3, [Counter, *rows_with(0, 1, what="raise"), *rows_with(0, 1, what="kill")], processes=2, on_failure="restart"
+    )  # rows 0 and 1 share a process
+    td = env.step_mdp(env.step(acted(env, env.reset())))
+    launcher = env.__dict__["_session"].engine._launcher
+    synchronise = exchange.Exchange._synchronise
+
+    def kill_first(self: Any, *args: Any) -> None:
+        monkeypatch.setattr(exchange.Exchange, "_synchronise", synchronise)
+        os.kill(launcher.pids[0], signal.SIGKILL)
+        assert ended([launcher.pids[0]])
+        synchronise(self, *args)
+
+    monkeypatch.setattr(exchange.Exchange, "_synchronise", kill_first)
+    done, td = env.step_and_maybe_reset(acted(env, td))
+    assert {fault.row for fault in env.faults} == {0, 1, 2}
+    assert done["next", "truncated"].all()
+    assert done["next", "observation"].tolist() == [[1, 1, 1]] * 3
+    assert td["observation"].tolist() == [[0, 1, 0]] * 3
     env.close()

@@ -112,7 +112,7 @@ class Exchange:
             answer = self._collect(self._sequence, workers, opcode, limit)
         if gone:
             answer = answer or Answer()
-            answer.faults.extend(self._faults_of(gone, opcode))
+            answer.faults.extend(self.faults_of(gone, opcode))
         return answer
 
     def _address(self, rows: Sequence[int]) -> list[int]:
@@ -209,7 +209,7 @@ class Exchange:
                 lost = [worker for worker in workers if worker in self.lost]
                 if lost:
                     answer = answer or Answer()
-                    answer.faults.extend(self._faults_of(lost, opcode))
+                    answer.faults.extend(self.faults_of(lost, opcode))
                     self._synchronise(opcode)
         except BaseException:
             self.broken = True  # half an answer: what follows could not be told from the rest of it
@@ -310,7 +310,7 @@ class Exchange:
     def given_up(self, worker: int, error: WorkerDied | WorkerTimeout, opcode: Opcode) -> list[Fault]:
         """Ends the process that was to stand in a lost worker's place; the loss of its rows, as faults."""
         self._lose([worker], error)
-        return self._faults_of([worker], opcode)
+        return self.faults_of([worker], opcode)
 
     def forget(self, worker: int) -> None:
         """Clears what a worker that is gone may have left of its doorbell."""
@@ -345,7 +345,8 @@ class Exchange:
         error.command = opcode.command
         return error
 
-    def _faults_of(self, workers: Sequence[int], opcode: Opcode) -> list[Fault]:
+    def faults_of(self, workers: Sequence[int], opcode: Opcode) -> list[Fault]:
+        """The loss of these workers, as a fault of each of their rows."""
         return [
             Fault.of_loss(row, opcode.command, self.lost[worker], self._launcher.pids.get(worker, -1))
             for worker in workers

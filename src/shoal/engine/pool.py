@@ -300,8 +300,12 @@ class Pool:
             self._options.build_timeout, max(self._options.step_timeout, 10.0 * self._built_in + _REBUILD_GRACE)
         )
         lost = [worker for worker in exchange.lost if not set(self._groups[worker]).isdisjoint(rows)]
-        faults = []
+        faults: list[Fault] = []
         for worker in lost:
+            if not set(self._groups[worker]) <= set(rows):
+                # It was lost after it had answered: nobody knows yet that its other rows are gone too.
+                faults.extend(exchange.faults_of([worker], Opcode.REBUILD))
+                continue
             try:
                 faults.extend(self._revive(worker, exchange, limit))
             except BaseException as error:  # Ctrl-C, or a process that does not end: nobody knows how far it has come
