@@ -67,6 +67,7 @@ class Exchange:
         self._pending: tuple[int, list[int], Opcode, float] | None = None
         self.lost: dict[int, WorkerDied | WorkerTimeout] = {}
         self.broken = False
+        self._silent = False
         self._use(0)
 
     def _use(self, number: int) -> None:
@@ -188,6 +189,10 @@ class Exchange:
                 if all(worker in self.lost for worker in late):
                     return
                 time.sleep(_POLL_SECONDS)
+            elif not late:
+                # All have answered, so the ring is on its way; one that does not come must not be waited for.
+                self._silent = not self._waiter.wait(LOOK_SECONDS)
+                return
             elif self._waiter.wait(min(LOOK_SECONDS, max(deadline - time.monotonic(), 0.0))):
                 return
 
@@ -205,6 +210,9 @@ class Exchange:
                 if flags:
                     answer = answer or Answer()
                     self._take_message(worker, opcode, limit, sequence, answer)
+            if self._silent:
+                self._silent = False
+                self._synchronise(opcode)
             if self.lost:
                 lost = [worker for worker in workers if worker in self.lost]
                 if lost:
