@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import signal
 import sys
 import threading
 import time
@@ -15,8 +16,9 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from shoal import EnvError, ParallelEnv, RestartPolicy, SerialEnv, WorkerTimeout
+from shoal import EnvError, ParallelEnv, RestartPolicy, SerialEnv, WorkerDied, WorkerTimeout
 from shoal.engine import exchange, launch, pool
+from shoal.engine.protocol import Control
 from tests.support import Counter, SlowMethod, Trouble, rows_with, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -443,3 +445,32 @@ def test_arrays_of_a_closed_pool_are_gone() -> None:
     env.close()
     assert engine.arrays == {}
     assert not hasattr(engine, "fresh")
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_a_worker_that_dies_between_its_answer_and_its_ring_is_not_waited_for(
+    on_failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, answer = tmp_path / "now", Control.answer
+
+    def answer_and_die(self: Control, worker: int, sequence: int, flags: int) -> None:
+        answer(self, worker, sequence, flags)
+        if worker == 1 and now.exists():
+            now.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(Control, "answer", answer_and_die)  # forked workers take it along
+    env = ParallelEnv(3, Counter, mp_start_method="fork", on_failure=on_failure)
+    td = env.reset()
+    now.touch()
+    start = time.monotonic()
+    if on_failure == "raise":
+        with pytest.raises(WorkerDied, match=r"row 1 .*SIGKILL during 'step'"):
+            env.step(acted(env, td))
+        assert env.is_closed
+    else:
+        following = env.step(acted(env, td))["next"]
+        assert following["observation"][:, 0].tolist() == [1, 0, 1]
+        assert following["truncated"].tolist() == [[False], [True], [False]]
+        env.close()
+    assert time.monotonic() - start < 4.0
