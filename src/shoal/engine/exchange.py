@@ -301,10 +301,14 @@ class Exchange:
         Raises:
             WorkerDied, WorkerTimeout: the error, unless this exchange gathers them.
         """
+        self._launcher.look()  # a process that was just started may not be known yet
         for worker in workers:
             self._launcher.kill(worker, KILL)
         if not self._gathers:
             raise error
+        if not self._launcher.wait_ended(workers, LOOK_SECONDS):
+            for worker in workers:
+                self._launcher.kill(worker, KILL)
         if not self._launcher.wait_ended(workers, _END_SECONDS):
             self.broken = True
             raise error
