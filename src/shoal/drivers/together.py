@@ -127,7 +127,7 @@ def _plain(reward: Any) -> float:
     return float(reward.reshape(()).item() if isinstance(reward, np.ndarray) else reward)
 
 
-def drivers_observations(driver: GymnasiumDriver) -> list[Key]:
+def _observation_keys(driver: GymnasiumDriver) -> list[Key]:
     """Keys of the observations of a driver that sends none of them by message."""
     return list(driver._details.observation.leaves())
 
@@ -156,7 +156,7 @@ def may_step_together(drivers: Sequence[Driver], arrays: dict[str, dict[Key, Arr
         and not driver._given
         and driver._frame_skip == 1
         and driver._simple_reward
-        and all(key in arrays[area] for area in (NEXT, ROOT) for key in drivers_observations(driver))
+        and all(key in arrays[area] for area in (NEXT, ROOT) for key in _observation_keys(driver))
         and all(key in arrays[INPUT] for key in driver._action_leaves())
         for driver in drivers
     )

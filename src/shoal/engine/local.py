@@ -46,7 +46,6 @@ class LocalEngine:
         self.arrays = layout.batch(buffer)
         self.row_arrays = [layout.row(buffer, row) for row in range(len(schemas))]
         self.fresh = np.zeros(len(schemas), bool)
-        self.pid = os.getpid()
         self.row_times, self.worker_times = np.zeros(2 * len(schemas)), np.zeros(2)
         self._group.attach(dict(enumerate(schemas)), layout, buffer, self.fresh, self.row_times)
 
@@ -74,6 +73,10 @@ class LocalEngine:
     def claim(self) -> AbstractContextManager[None]:
         """Nothing: who calls is who runs the rows. (A pool keeps other threads out.)"""
         return nullcontext()
+
+    def carriers(self) -> tuple[list[range], list[int]]:
+        """The rows and the process id of each process that carries some: this one, and all of them."""
+        return [range(len(self._group.rows))], [os.getpid()]
 
     def rebuild(self, rows: Sequence[int]) -> list[Fault]:
         """Builds the environments of these rows anew; gives what went wrong with that."""

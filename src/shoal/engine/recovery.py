@@ -157,9 +157,9 @@ class Recovery:
 
     def _keep(self, opcode: Opcode, rows: Sequence[int] | None, answer: Answer | None) -> None:
         if opcode == Opcode.STEP_AND_MAYBE_RESET:
-            everyone = range(len(self._schemas)) if rows is None else rows
+            reset = self._engine.fresh.nonzero()[0].tolist()
             self._good.keep(NEXT, rows, answer)
-            self._good.keep(ROOT, [row for row in everyone if self._engine.fresh[row]], answer)
+            self._good.keep(ROOT, reset if rows is None else [row for row in rows if row in reset], answer)
         elif opcode in _MOVES:
             self._good.keep(NEXT if opcode == Opcode.STEP else ROOT, rows, answer)
 
@@ -257,24 +257,31 @@ class _GoodValues:
             {key: array.copy() for key, array in arrays[ROOT].items() if key not in self._shared}
             for arrays in engine.row_arrays
         ]
+        self._with_own = {row for row, own in enumerate(self._own) if own}
         self._sent: list[dict[Key, Any]] = [{} for _ in schemas]
 
     def keep(self, area: str, rows: Sequence[int] | None, answer: Answer | None) -> None:
         """Takes the values that rows (None: all) have in an area for good ones."""
+        if rows is not None and not rows:
+            return
         for key, shadow in self._shared.items():
             if key in self._engine.arrays[area]:
                 if rows is None:
                     np.copyto(shadow, self._engine.arrays[area][key])
                 else:
                     shadow[rows] = self._engine.arrays[area][key][rows]
-        for row in range(len(self._own)) if rows is None else rows:
+        values = {} if answer is None else answer.values
+        if not self._with_own and not values:
+            return
+        chosen = set(range(len(self._own)) if rows is None else rows)
+        for row in chosen & self._with_own:
             for key, shadow in self._own[row].items():
                 if key in self._engine.row_arrays[row][area]:
                     shadow[...] = self._engine.row_arrays[row][area][key]
-            if answer is not None and row in answer.values:
-                for (where, key), value in answer.values[row].items():
-                    if where == area:
-                        self._sent[row][key] = value
+        for row in chosen.intersection(values):
+            for (where, key), value in values[row].items():
+                if where == area:
+                    self._sent[row][key] = value
 
     def restore(self, rows: Iterable[int]) -> None:
         """Puts the last good values where rows that are not reset show theirs: a dying worker may have written."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
-from shoal.engine.pool import Pool
+from shoal.engine.recovery import Engine
 
 
 @dataclass(frozen=True)
@@ -103,16 +102,13 @@ class Meter:
         self.engine = 0.0
         self.moving = 0.0
 
-    def stats(self, engine: Any) -> Stats:
+    def stats(self, engine: Engine) -> Stats:
         """All that is known by now."""
         seconds = time.perf_counter() - self.start
         rows = engine.row_times.reshape(-1, 2).tolist()
-        groups, pids = ([range(len(rows))], None) if not isinstance(engine, Pool) else engine.carriers()
         processes = []
         times = engine.worker_times.reshape(-1, 2).tolist()
-        for worker, carried in enumerate(groups):
-            busy, commands = times[worker]
-            pid = pids[worker] if pids is not None else engine.pid
+        for carried, pid, (busy, commands) in zip(*engine.carriers(), times, strict=True):
             processes.append(ProcessStats(pid, tuple(carried), int(commands), busy, max(seconds - busy, 0.0)))
         face = max(self.moving - self.engine, 0.0)
         return Stats(
