@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import time
@@ -43,13 +44,16 @@ class Flaky(Steady):
 
     Args:
         row: index of the row.
-        seed: of what is random; the process takes part in it, so that no two lives are alike.
+        seed: of what is random; the process, and how many it has built, take part in it, so that no
+            two lives are alike.
         rate: how likely a call fails.
     """
 
+    built = itertools.count()
+
     def __init__(self, row: int, seed: int, rate: float) -> None:
         super().__init__(row)
-        self.chance = random.Random(seed * 1_000_003 + os.getpid() * 101 + row)
+        self.chance = random.Random(f"{seed} {row} {os.getpid()} {next(self.built)}")
         self.rate = rate
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
