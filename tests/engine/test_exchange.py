@@ -48,7 +48,7 @@ def test_a_ctrl_c_after_the_answers_were_heard_is_made_good_by_the_next_command(
     env = ParallelEnv(3, Counter, processes=2, on_failure=on_failure)
     td = env.reset()
     for _ in range(3):  # more than once: the two completions take turns
-        once(monkeypatch, exchange.Exchange, "_collect", KeyboardInterrupt())
+        once(monkeypatch, Control, "all_answered", KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             env.step(acted(env, td))
         following = env.step(acted(env, td))["next"]

@@ -219,13 +219,14 @@ def _leaf_writer(encoding: Encoding, array: Array, name: str) -> Writer:
     shape, start = array.shape, encoding.start
     source_shape = tuple(encoding.space.shape)
 
+    ndarray, same = np.ndarray, source_shape == shape
+
     def write_array(value: Any) -> None:
-        value = np.asarray(value)
-        if value.shape != source_shape:
-            value = reshaped(value, shape, name)
-        elif source_shape != shape:
-            value = value.reshape(shape)
-        array[...] = value
+        if value.__class__ is not ndarray or value.shape != source_shape:
+            value = np.asarray(value)
+            if value.shape != source_shape:
+                value = reshaped(value, shape, name)
+        array[...] = value if same else value.reshape(shape)
 
     def write_from_start(value: Any) -> None:
         write_array(np.asarray(value) - start)

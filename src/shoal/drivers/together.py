@@ -8,7 +8,9 @@ not do itself.
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Sequence
+from operator import or_
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ import numpy as np
 from shoal.drivers.base import Driver
 from shoal.drivers.gymnasium import DONE_KEYS, GymnasiumDriver
 from shoal.drivers.spaces import ARRAY, CATEGORICAL, ONE_HOT
-from shoal.engine.layout import Array
+from shoal.engine.layout import Array, bytes_of
 from shoal.engine.schema import INPUT, NEXT, ROOT, Key
 
 MEASURED_EVERY = 16
@@ -45,7 +47,7 @@ class Together:
         times: Array,
         catch: type[BaseException],
     ) -> None:
-        self._fresh = fresh
+        self._fresh = bytes_of(fresh)
         self._spent, self._calls = times[:, 0], times[:, 1]
         self._count = 0
         self._catch = catch
@@ -53,10 +55,12 @@ class Together:
         self._drivers = list(drivers.values())
         self._each = [(driver._inner.step, driver._write_next) for driver in self._drivers]
         self._read = _reader(self._drivers, arrays[INPUT])
-        self._rewards = arrays[NEXT][("reward",)].reshape(len(self._rows))
-        self._done, self._terminated, self._truncated = (
-            arrays[NEXT][key].reshape(len(self._rows)) for key in DONE_KEYS
-        )
+        # Few values at a time: plain lists and memory views take a fraction of what numpy's calls do.
+        rewards = arrays[NEXT][("reward",)]
+        self._code = str(rewards.dtype.char)
+        self._rewards: Any = bytes_of(rewards).cast(self._code)  # type: ignore[call-overload]
+        self._done, self._terminated, self._truncated = (bytes_of(arrays[NEXT][key]) for key in DONE_KEYS)
+        self._ended = bytes(len(self._rows))
 
     def step(self) -> Failed:
         """Steps all rows; writes the ``NEXT`` area."""
@@ -65,17 +69,17 @@ class Together:
         terminated: list[bool] = []
         truncated: list[bool] = []
         place = 0
-        clock = time.perf_counter
         self._count += 1
         measured = self._count % MEASURED_EVERY == 0
         seconds: list[float] = []
+        clock = time.perf_counter
         last = clock() if measured else 0.0
         try:
             for action, (step, write) in zip(self._read(), self._each, strict=True):
                 try:
                     observation, reward, ended, cut, _ = step(action)
                     write(observation)
-                    if reward.__class__ is not float:
+                    if not isinstance(reward, float):
                         reward = _plain(reward)
                     ended, cut = bool(ended), bool(cut)
                 except self._catch as error:
@@ -90,10 +94,10 @@ class Together:
                     seconds.append(now - last)
                     last = now
         finally:  # a Ctrl-C in a serial environment: the rows that have stepped keep what they gave
-            self._rewards[:place] = rewards[:place]
-            self._terminated[:place] = terminated[:place]
-            self._truncated[:place] = truncated[:place]
-        np.logical_or(self._terminated, self._truncated, out=self._done)
+            self._rewards[:place] = array(self._code, rewards)
+            self._terminated[:place] = ends = bytes(terminated)
+            self._truncated[:place] = cuts = bytes(truncated)
+            self._done[:place] = self._ended = bytes(map(or_, ends, cuts))
         self._calls += 1.0
         if measured:
             self._spent += np.multiply(seconds, MEASURED_EVERY)
@@ -102,13 +106,14 @@ class Together:
     def step_and_maybe_reset(self) -> Failed:
         """Steps all rows, writes ``NEXT``, resets the rows that are done, and writes their ``ROOT``."""
         failed = self.step()
-        self._fresh[...] = self._done  # before the resets: next is complete, whatever becomes of them
+        ended = self._ended
+        self._fresh[:] = ended  # before the resets: next is complete, whatever becomes of them
         for place, _ in failed:
-            self._fresh[place] = False
-        if self._done.any():
+            self._fresh[place] = 0
+        if 1 in ended:
             out = {place for place, _ in failed}
-            for place in self._done.nonzero()[0].tolist():
-                if place in out:
+            for place, done in enumerate(ended):
+                if not done or place in out:
                     continue
                 try:
                     self._drivers[place]._reset({})
@@ -150,12 +155,13 @@ def _reader(drivers: Sequence[GymnasiumDriver], arrays: dict[Key, Array]) -> Cal
 
 def may_step_together(drivers: Sequence[Driver], arrays: dict[str, dict[Key, Array]]) -> bool:
     """Whether one loop can do for these drivers what they would do by themselves."""
-    return len(drivers) > 1 and all(
+    return all(
         isinstance(driver, GymnasiumDriver)
         and not driver._messages
         and not driver._given
         and driver._frame_skip == 1
         and driver._simple_reward
+        and arrays[NEXT][("reward",)].dtype.char in "fd"
         and all(key in arrays[area] for area in (NEXT, ROOT) for key in _observation_keys(driver))
         and all(key in arrays[INPUT] for key in driver._action_leaves())
         for driver in drivers

@@ -15,8 +15,9 @@ from torchrl.envs.common import EnvBase, _EnvWrapper
 
 from shoal.drivers.base import Description, Driver, Messages
 from shoal.drivers.gymnasium import GymnasiumDriver
+from shoal.drivers.plain_step import PlainStep, plain_copy, steps_plainly
 from shoal.engine.errors import EnvError
-from shoal.engine.layout import Array
+from shoal.engine.layout import Array, bytes_of
 from shoal.engine.protocol import ResetInput, StepInput
 from shoal.engine.schema import (
     ACTION,
@@ -32,7 +33,7 @@ from shoal.engine.schema import (
     Schema,
 )
 
-_BFLOAT16 = "bfloat16"
+BFLOAT16 = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def as_tensor(array: Array, dtype: str) -> torch.Tensor:
     """The tensor over an array's memory, of the leaf's own dtype; an ordinary one, also under ``inference_mode``."""
     with torch.inference_mode(False):
         tensor = torch.from_numpy(array)
-        return tensor.view(torch.bfloat16) if dtype == _BFLOAT16 else tensor
+        return tensor.view(torch.bfloat16) if dtype == BFLOAT16 else tensor
 
 
 class TorchRLDriver(Driver):
@@ -151,7 +152,10 @@ class TorchRLDriver(Driver):
             ]
             for area in (NEXT, ROOT)
         }
-        self._dones = [_td_key(key) for key, leaf in schema.by_area[NEXT].items() if leaf.role == DONE]
+        dones = [key for key, leaf in schema.by_area[NEXT].items() if leaf.role == DONE]
+        self._dones = [_td_key(key) for key in dones]
+        written = arrays[NEXT]
+        self._flags = [bytes_of(written[key]) for key in dones] if set(dones) <= written.keys() else None
         kind = type(self.env)
         self._in_parts = (
             kind.step_and_maybe_reset in (EnvBase.step_and_maybe_reset,)
@@ -159,6 +163,12 @@ class TorchRLDriver(Driver):
             and not self.env.__dict__.get("_torchrl_native_autoreset", False)
             and self.env.__dict__.get("_compiled_step_and_maybe_reset") is None
         )
+        flat = all(
+            len(key) == 1 and leaf.dtype != "object" for area in schema.by_area.values() for key, leaf in area.items()
+        )
+        self._plain_step = PlainStep(self.env) if flat and steps_plainly(self.env) else None
+        root = {name for _, name, _, _ in self._outputs[ROOT]}
+        self._root_is_next = self._plain_step is not None and root <= set(self._plain_step.from_next)
 
     def reset(self, given: ResetInput | None) -> Messages | None:
         leaves = None if given is None else given.leaves
@@ -196,15 +206,24 @@ class TorchRLDriver(Driver):
         return root
 
     def step(self, given: StepInput | None) -> Messages | None:
-        tensordict = self.env.step(self._step_input(given))
-        tensordict, self._root = self._advance(tensordict)
-        return self._write(NEXT, tensordict.get("next"))
+        tensordict = self._step_input(given)
+        if self._plain_step is not None and (given is None or not given.carried):
+            following, self._root = self._plain_step(tensordict)
+        else:
+            tensordict, self._root = self._advance(self.env.step(tensordict))
+            following = tensordict.get("next")
+        return self._write(NEXT, following)
 
     def step_and_maybe_reset(self, given: StepInput | None) -> Messages | None:
         env, tensordict = self.env, self._step_input(given)
+        root_is_next = False
         if self._in_parts:
-            tensordict, root = self._advance(env.step(tensordict))
-            following = tensordict.get("next")
+            if self._plain_step is not None and (given is None or not given.carried):
+                following, root = self._plain_step(tensordict)
+                root_is_next = self._root_is_next
+            else:
+                tensordict, root = self._advance(env.step(tensordict))
+                following = tensordict.get("next")
             messages = self._write(NEXT, following)
             self.was_reset = done = self._any_done(following)  # now: a reset may write to the same tensors
             if done:
@@ -216,8 +235,9 @@ class TorchRLDriver(Driver):
             done = self._any_done(following)
         self._root = root
         # Where nothing is done, what the root shares with next is the same; hooks and transforms may have set the rest.
-        self.was_reset = done or any(
-            _leaf(root, name) is not _leaf(following, name) for _, name, _, _ in self._outputs[ROOT]
+        self.was_reset = done or (
+            not root_is_next
+            and any(_leaf(root, name) is not _leaf(following, name) for _, name, _, _ in self._outputs[ROOT])
         )
         more = self._write(ROOT, root) if self.was_reset else None
         if more:
@@ -225,6 +245,9 @@ class TorchRLDriver(Driver):
         return messages
 
     def _any_done(self, following: TensorDictBase) -> bool:
+        """Whether a result that was just written is done."""
+        if self._flags is not None:
+            return any(b"\x01" in flags.tobytes() for flags in self._flags)
         return any(bool(_leaf(following, name).any()) for name in self._dones)
 
     def _advance(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
@@ -239,7 +262,7 @@ class TorchRLDriver(Driver):
         if self._root is None:
             tensordict = TensorDict({}, batch_size=env.batch_size, device=env.device)
         else:
-            tensordict = self._root.copy()
+            tensordict = plain_copy(self._root)
         for key, buffer in self._inputs:
             # A copy: the environment may keep it, and the next command writes to the buffer.
             if type(tensordict) is TensorDict and isinstance(key, str):

@@ -75,7 +75,7 @@ class Exchange:
         completion = self._control.signals.completions[number]
         empty(completion.countdown, completion.done)
         self._number = number
-        self._flag = int(Flag.SECOND if number else Flag.NONE)
+        self._flag = Flag.SECOND if number else Flag.NONE
         self._prime = completion.countdown.release
         self._waiter = Waiter(completion.done)
 
@@ -92,6 +92,8 @@ class Exchange:
         """Runs one command on some rows and waits until all of them have answered; see `Pool.execute`."""
         if self._pending is not None:
             self._settle()
+        if rows is None and given is None and not self.lost:
+            return self._run_all(opcode, limit)
         flags = self._flag
         if rows is None:
             workers = self._all
@@ -107,7 +109,7 @@ class Exchange:
             if given is not None:
                 flags |= Flag.MESSAGE
                 packed = self._pack(given, workers, opcode)
-            self._send(opcode, workers, int(flags), packed, limit)
+            self._send(opcode, workers, flags, packed, limit)
             if not self._waiter.wait(min(limit, LOOK_SECONDS)):
                 self._wait_longer(self._sequence, workers, opcode, limit)
             answer = self._collect(self._sequence, workers, opcode, limit)
@@ -115,6 +117,28 @@ class Exchange:
             answer = answer or Answer()
             answer.faults.extend(self.faults_of(gone, opcode))
         return answer
+
+    def _run_all(self, opcode: Opcode, limit: float) -> Answer | None:
+        """`run` for all workers, none of them gone and nothing to say by message: what a step mostly is."""
+        workers = self._all
+        self._sequence = sequence = self._sequence + 1
+        try:
+            self._control.command_all(sequence, opcode, self._flag)
+            prime = self._prime
+            for _ in workers[1:]:
+                prime()
+            for ring in self._ring:
+                ring()
+            self._pending = (sequence, workers, opcode, limit)
+        except BaseException:
+            self.broken = True
+            raise
+        if not self._waiter.wait(min(limit, LOOK_SECONDS)):
+            self._wait_longer(sequence, workers, opcode, limit)
+        if self.lost or self._silent or not self._control.all_answered(sequence):
+            return self._collect(sequence, workers, opcode, limit)
+        self._pending = None
+        return None
 
     def _address(self, rows: Sequence[int]) -> list[int]:
         """Marks the rows in the mask and gives their workers."""

@@ -28,6 +28,11 @@ def storage_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(_STORAGE.get(name, name))
 
 
+def bytes_of(array: Array) -> memoryview:
+    """The memory of a C-contiguous array, as one flat row of bytes."""
+    return memoryview(array).cast("B")  # type: ignore[arg-type]
+
+
 def align(offset: int) -> int:
     """The first multiple of the alignment that is not below ``offset``."""
     return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -218,6 +218,14 @@ class Pool:
         Raises:
             RuntimeError: the pool is closed, belongs to another process, or is in use by another thread.
         """
+        self._claim()
+        try:
+            self._running = True
+            yield
+        finally:
+            self._release()
+
+    def _claim(self) -> None:
         if self.closed:
             raise RuntimeError("the pool is closed")
         if os.getpid() != self._owner:
@@ -231,12 +239,10 @@ class Pool:
             raise RuntimeError("the environment is in use by another thread at this moment: use it from one at a time")
         if self._running:
             raise RuntimeError("the environment is in the middle of a command of this thread: wait for its end")
-        try:
-            self._running = True
-            yield
-        finally:
-            self._running = False
-            self._claims.pop("thread", None)
+
+    def _release(self) -> None:
+        self._running = False
+        self._claims.pop("thread", None)
 
     def execute(
         self,
@@ -262,8 +268,12 @@ class Pool:
             WorkerTimeout: an answer was late; likewise.
             RuntimeError: the pool is closed.
         """
-        with self.claim():
+        self._claim()
+        try:
+            self._running = True
             return self.execute_claimed(opcode, rows, given, timeout)
+        finally:
+            self._release()
 
     def execute_claimed(
         self,

@@ -43,8 +43,9 @@ class Opcode(enum.IntEnum):
         return self.name.lower()
 
 
-class Flag(enum.IntFlag):
-    """What goes with a command or an answer."""
+class Flag:
+    """What goes with a command or an answer: bits. (Plain integers: the operators of ``enum.IntFlag`` are Python code,
+    and those that a worker needs for one command cost more than an environment's step.)"""
 
     NONE = 0
     MASKED = 1
@@ -96,6 +97,7 @@ class Answer:
 
 _LINE_BYTES = 64
 _WORD_BYTES = 8
+_LINE_WORDS = _LINE_BYTES // _WORD_BYTES
 
 
 class Control:
@@ -124,7 +126,8 @@ class Control:
         self._words = view[:lines].cast("q")
         self.mask = view[lines : lines + n_rows]
         self.fresh = view[lines + n_rows : lines + 2 * n_rows]
-        self._n_workers = n_workers
+        self._commands = range(0, n_workers * _LINE_WORDS, _LINE_WORDS)
+        self._answers = range(n_workers * _LINE_WORDS, 2 * n_workers * _LINE_WORDS, _LINE_WORDS)
         offset = -(-(lines + 2 * n_rows) // _LINE_BYTES) * _LINE_BYTES
         times = offset + 2 * _WORD_BYTES * n_workers
         self.worker_times = view[offset:times].cast("d")
@@ -140,18 +143,32 @@ class Control:
 
     def command(self, worker: int, sequence: int, opcode: int, flags: int) -> None:
         """Writes a worker's command; ring its doorbell after."""
-        self._words[worker * (_LINE_BYTES // _WORD_BYTES)] = sequence << 16 | opcode << 8 | flags
+        self._words[self._commands[worker]] = sequence << 16 | opcode << 8 | flags
+
+    def command_all(self, sequence: int, opcode: int, flags: int) -> None:
+        """Writes the same command for all workers."""
+        words, word = self._words, sequence << 16 | opcode << 8 | flags
+        for place in self._commands:
+            words[place] = word
 
     def read_command(self, worker: int) -> tuple[int, int, int]:
         """A worker's command: sequence number, opcode, flags."""
-        word = self._words[worker * (_LINE_BYTES // _WORD_BYTES)]
+        word = self._words[self._commands[worker]]
         return word >> 16, word >> 8 & 0xFF, word & 0xFF
 
     def answer(self, worker: int, sequence: int, flags: int) -> None:
         """Writes a worker's answer; signal completion after."""
-        self._words[(self._n_workers + worker) * (_LINE_BYTES // _WORD_BYTES)] = sequence << 8 | flags
+        self._words[self._answers[worker]] = sequence << 8 | flags
 
     def read_answer(self, worker: int) -> tuple[int, int]:
         """A worker's last answer: the sequence number of the command that it answers, flags."""
-        word = self._words[(self._n_workers + worker) * (_LINE_BYTES // _WORD_BYTES)]
+        word = self._words[self._answers[worker]]
         return word >> 8, word & 0xFF
+
+    def all_answered(self, sequence: int) -> bool:
+        """Whether all workers have answered this command, none of them with flags."""
+        words, word = self._words, sequence << 8
+        for place in self._answers:  # noqa: SIM110 a generator costs as much as the rest of an exchange
+            if words[place] != word:
+                return False
+        return True

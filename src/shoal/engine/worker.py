@@ -95,13 +95,14 @@ class Worker:
         first, second = control.signals.completions
         waiter = Waiter(control.signals.doorbells[index])
         times, clock = control.worker_times, time.perf_counter
+        message, masked, second_too = Flag.MESSAGE, Flag.MASKED, Flag.SECOND
         while True:
             waiter.wait()
             start = clock()
             sequence, opcode, flags = control.read_command(index)
             given = None
             unreadable: UnreadableMessage | None = None
-            if flags & Flag.MESSAGE:
+            if flags & message:
                 try:
                     _, given = channel.receive()
                 except UnreadableMessage as error:
@@ -111,7 +112,7 @@ class Worker:
                 if closed.faults:
                     self._send(closed, sequence, Opcode.CLOSE)
                 return
-            mask = control.mask if flags & Flag.MASKED else None
+            mask = control.mask if flags & masked else None
             answer: Answer | None
             if opcode == Opcode.SYNC:
                 answer = None
@@ -121,8 +122,8 @@ class Worker:
                 answer = group.execute(opcode, mask, given)
             times[2 * index] += clock() - start
             times[2 * index + 1] += 1.0
-            control.answer(index, sequence, Flag.NONE if answer is None else Flag.MESSAGE)
-            second.finish() if flags & Flag.SECOND else first.finish()
+            control.answer(index, sequence, 0 if answer is None else message)
+            second.finish() if flags & second_too else first.finish()
             if answer is not None:
                 # After the completion: the parent reads while we write, so no size of a message can block us both.
                 self._send(answer, sequence, Opcode(opcode))

@@ -576,7 +576,16 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
             return _update_during_reset(fresh, given, self.reset_keys).update(fresh)
         return given.exclude(*self.reset_keys).update(fresh)
 
-    @_timed
+    def _plain_session(self, tensordict: TensorDictBase, *, resets: bool) -> Session | None:
+        """The session, where a step (which may reset) can take the short way: the step's input is written then."""
+        known = self.__dict__
+        results, session = known["_results"], known["_session"]
+        if results is None or not results.fast or session is None or session.closed or not known.get("_in_use"):
+            return None
+        if resets and not results.whole_rows:
+            return None
+        return session if results.write_plain_input(tensordict) else None
+
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Steps the sub-environments.
 
@@ -591,14 +600,22 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         Raises:
             RuntimeError: an action is missing or has the wrong shape.
         """
+        start = time.perf_counter()
+        session = self._plain_session(tensordict, resets=False)
+        if session is None:
+            return self._step_long(tensordict)
+        results: Results = self.__dict__["_results"]
+        session.run(Opcode.STEP)
+        tensordict._tensordict["next"] = results.plain(results.read_plain(NEXT))
+        session.meter.moving += time.perf_counter() - start
+        return tensordict
+
+    @_timed
+    def _step_long(self, tensordict: TensorDictBase) -> TensorDictBase:
         self._assert_tensordict_shape(tensordict)
-        session, results = self._started(stepping=True), self.__dict__["_results"]
-        if results.fast and results.write_plain_input(tensordict):
-            session.run(Opcode.STEP)
-            tensordict._tensordict["next"] = results.plain(results.read_plain(NEXT))
-            return tensordict
         preset = tensordict.get("next", None)
         following = self._step(tensordict)
+        results: Results = self.__dict__["_results"]
         mask = tensordict.get("_step", None)
         if mask is not None and not mask.any():
             tensordict.pop("_step")
@@ -641,7 +658,6 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         picked: list[int] = rows[:, 0].nonzero().flatten().tolist()
         return picked
 
-    @_timed
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """Steps, and resets the rows that are done, in one exchange with the workers.
 
@@ -655,17 +671,26 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         Raises:
             RuntimeError: an action is missing or has the wrong shape.
         """
+        start = time.perf_counter()
+        session = self._plain_session(tensordict, resets=True)
+        if session is None:
+            return self._step_and_maybe_reset_long(tensordict)  # type: ignore[no-any-return]
+        session.run(Opcode.STEP_AND_MAYBE_RESET)
+        results: Results = self.__dict__["_results"]
+        following = results.read_plain(NEXT)
+        fresh = results.read_plain_root(following)
+        source, dropped = tensordict._tensordict, self.__dict__["_not_root"]
+        root = {name: value for name, value in source.items() if name not in dropped}
+        root.update(fresh)
+        source["next"] = results.plain(following)
+        after = results.plain(root)
+        session.meter.moving += time.perf_counter() - start
+        return tensordict, after
+
+    @_timed
+    def _step_and_maybe_reset_long(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         self._assert_tensordict_shape(tensordict)
         session, results = self._started(stepping=True), self.__dict__["_results"]
-        if results.fast and results.whole_rows and results.write_plain_input(tensordict):
-            session.run(Opcode.STEP_AND_MAYBE_RESET)
-            following = results.read_plain(NEXT)
-            fresh = results.read_plain_root(following)
-            source, dropped = tensordict._tensordict, self.__dict__["_not_root"]
-            root = {name: value for name, value in source.items() if name not in dropped}
-            root.update(fresh)
-            source["next"] = results.plain(following)
-            return tensordict, results.plain(root)
         places = self._places_to_step(tensordict)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self._parallel):
             given = results.write_input(tensordict, places)

@@ -75,14 +75,15 @@ class Session:
         if opcode in _MOVES:
             self.meter.engine += time.perf_counter() - start
             self.meter.commands += 1
-        if self._recovery is None and answer is not None and answer.faults:
-            self.faults.add(answer.faults, RAISED)
-        failed = {fault.row for fault in answer.faults} if answer is not None else ()
-        if opcode in _MOVES:
-            self._move(opcode, rows, failed)
+            if answer is None:
+                self._move(opcode, rows, ())
+                return None
         if answer is None:
             return None
-        if opcode in _MOVES and answer.values:
+        if self._recovery is None and answer.faults:
+            self.faults.add(answer.faults, RAISED)
+        if opcode in _MOVES:
+            self._move(opcode, rows, {fault.row for fault in answer.faults})
             for row, values in answer.values.items():
                 area = NEXT if self.in_next[row] else ROOT
                 self.latest[row].update({key: value for (where, key), value in values.items() if where == area})
