@@ -32,11 +32,9 @@ def together_for(
     """
     if "shoal.drivers.gymnasium" not in sys.modules:
         return None
-    from shoal.drivers.together import Together, may_step_together
+    from shoal.drivers.together import together_or_alone
 
-    if not may_step_together(list(drivers.values()), arrays):
-        return None
-    return Together(drivers, arrays, fresh, times, catch)  # type: ignore[arg-type]
+    return together_or_alone(drivers, arrays, fresh, times, catch)
 
 
 def driver_for(env: Any, row: int) -> Driver:

@@ -238,7 +238,13 @@ def _one_hot_writer(array: Array, size: int, start: Any, name: str) -> Writer:
     several = array.ndim > 1
     rows = np.arange(array.shape[0]) if several else None
 
+    clear = array.fill
+
     def write_one_hot(value: Any) -> None:
+        if isinstance(value, (int, np.integer)) and not several and start <= value < start + size:
+            clear(0)
+            array[value - start] = 1
+            return
         index = np.asarray(value) - start
         if (index >= size).any() or (index < 0).any():
             raise ValueError(f"{name}: the value {value!r} is outside of its discrete space of {size} values")

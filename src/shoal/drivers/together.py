@@ -126,15 +126,56 @@ class Together:
         return float(self._rewards[place]), bool(self._terminated[place]), bool(self._truncated[place])
 
 
+class Alone:
+    """The only row of a process: what `Together` is for several, without its lists.
+
+    Args:
+        driver: of the row; it sends nothing by message.
+        fresh: ``[1]`` flag that says whether the row was reset.
+        times: ``[1, 2]`` doubles: seconds in the environment, and number of its resets and steps.
+        catch: what to catch of the row.
+    """
+
+    def __init__(self, driver: GymnasiumDriver, fresh: Array, times: Array, catch: type[BaseException]) -> None:
+        self._step, self._reset = driver._step, driver._reset
+        self._fresh = bytes_of(fresh)
+        self._times: Any = bytes_of(times).cast("d")
+        self._count = 0
+        self._catch = catch
+
+    def step(self) -> Failed:
+        """Steps the row; writes the ``NEXT`` area."""
+        return self._run(resets=False)
+
+    def step_and_maybe_reset(self) -> Failed:
+        """Steps the row, writes ``NEXT``, resets it if it is done, and writes its ``ROOT``."""
+        self._fresh[0] = 0
+        return self._run(resets=True)
+
+    def _run(self, *, resets: bool) -> Failed:
+        self._count += 1
+        measured = self._count % MEASURED_EVERY == 0
+        start = time.perf_counter() if measured else 0.0
+        try:
+            _, done = self._step()
+            if done and resets:
+                self._fresh[0] = 1  # before the reset: next is complete, whatever becomes of it
+                self._reset({})
+        except self._catch as error:
+            return [(0, error)]
+        self._times[1] += 1.0
+        if measured:
+            self._times[0] += (time.perf_counter() - start) * MEASURED_EVERY
+        return _NONE
+
+
+_NONE: Failed = []
+
+
 def _plain(reward: Any) -> float:
     if reward is None:
         return 0.0
     return float(reward.reshape(()).item() if isinstance(reward, np.ndarray) else reward)
-
-
-def _observation_keys(driver: GymnasiumDriver) -> list[Key]:
-    """Keys of the observations of a driver that sends none of them by message."""
-    return list(driver._details.observation.leaves())
 
 
 def _reader(drivers: Sequence[GymnasiumDriver], arrays: dict[Key, Array]) -> Callable[[], Any]:
@@ -153,16 +194,30 @@ def _reader(drivers: Sequence[GymnasiumDriver], arrays: dict[Key, Array]) -> Cal
     return lambda: [read() for read in readers]
 
 
-def may_step_together(drivers: Sequence[Driver], arrays: dict[str, dict[Key, Array]]) -> bool:
-    """Whether one loop can do for these drivers what they would do by themselves."""
-    return all(
-        isinstance(driver, GymnasiumDriver)
-        and not driver._messages
-        and not driver._given
-        and driver._frame_skip == 1
+def together_or_alone(
+    drivers: dict[int, Driver],
+    arrays: dict[str, dict[Key, Array]],
+    fresh: Array,
+    times: Array,
+    catch: type[BaseException],
+) -> Together | Alone | None:
+    """What steps these drivers' environments, see `shoal.drivers.together_for`; None if each goes by itself."""
+    simple = [driver for driver in drivers.values() if isinstance(driver, GymnasiumDriver) and not driver._messages]
+    if len(simple) != len(drivers) or any(driver._given for driver in simple):
+        return None
+    if len(simple) == 1:
+        return Alone(simple[0], fresh, times, catch)
+    if all(_fits(driver, arrays) for driver in simple):
+        return Together(dict(zip(drivers, simple, strict=True)), arrays, fresh, times, catch)
+    return None
+
+
+def _fits(driver: GymnasiumDriver, arrays: dict[str, dict[Key, Array]]) -> bool:
+    """Whether one loop can do for a driver what it would do by itself."""
+    return (
+        driver._frame_skip == 1
         and driver._simple_reward
         and arrays[NEXT][("reward",)].dtype.char in "fd"
-        and all(key in arrays[area] for area in (NEXT, ROOT) for key in _observation_keys(driver))
+        and all(key in arrays[area] for area in (NEXT, ROOT) for key in driver._details.observation.leaves())
         and all(key in arrays[INPUT] for key in driver._action_leaves())
-        for driver in drivers
     )

@@ -47,6 +47,7 @@ class LocalEngine:
         self.row_arrays = [layout.row(buffer, row) for row in range(len(schemas))]
         self.fresh = np.zeros(len(schemas), bool)
         self.row_times, self.worker_times = np.zeros(2 * len(schemas)), np.zeros(2)
+        self._own_times: Any = memoryview(self.worker_times)  # type: ignore[arg-type]
         self._group.attach(dict(enumerate(schemas)), layout, buffer, self.fresh, self.row_times)
 
     def execute(
@@ -66,7 +67,9 @@ class LocalEngine:
         try:
             return self._group.execute(opcode, mask, given)
         finally:
-            self.worker_times += (time.perf_counter() - start, 1.0)
+            times = self._own_times
+            times[0] += time.perf_counter() - start
+            times[1] += 1.0
 
     execute_claimed = execute
 
