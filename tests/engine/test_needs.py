@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -120,4 +121,15 @@ def test_workers_find_it_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     env = ParallelEnv(3, factory)
     assert len(log.read_text().split()) == 1
+    env.close()
+
+
+class Tidy(Counter):
+    def collects_garbage(self) -> bool:
+        return gc.isenabled()
+
+
+def test_workers_collect_garbage_though_their_template_did_not_while_it_imported() -> None:
+    env = ParallelEnv(2, Tidy)
+    assert env.call("collects_garbage") == [True, True]
     env.close()

@@ -25,7 +25,7 @@ from tests.support import children, descriptors
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 N_ROWS, PROCESSES = 7, 3
-COMMANDS = int(os.environ.get("SHOAL_STRESS", "2000"))
+COMMANDS = int(os.environ.get("SHOAL_STRESS", "10000"))
 KINDS = ["maybe_reset"] * 10 + ["step"] * 3 + ["some step"] * 3 + ["some reset"] * 2 + ["reset", "call", "seed"]
 
 
