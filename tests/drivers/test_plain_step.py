@@ -8,9 +8,19 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data import Categorical, Composite, Unbounded
+from torchrl.data import Categorical, Composite, OneHot, Unbounded
 from torchrl.envs import Compose, EnvBase, GymEnv, StepCounter, TransformedEnv
-from torchrl.envs.transforms import RewardSum, Transform
+from torchrl.envs.transforms import (
+    ActionDiscretizer,
+    CatFrames,
+    DoubleToFloat,
+    FrameSkipTransform,
+    InitTracker,
+    ObservationNorm,
+    RewardSum,
+    Transform,
+    UnsqueezeTransform,
+)
 
 from shoal import ParallelEnv, SerialEnv
 from shoal.drivers.plain_step import PlainStep, plain_copy, steps_plainly
@@ -172,6 +182,26 @@ def gym_with_transform() -> EnvBase:
     return TransformedEnv(GymEnv("CartPole-v1"), StepCounter(4))
 
 
+def gym_with_many() -> EnvBase:
+    norm = ObservationNorm(0.5, 2.0, in_keys=["observation"], standard_normal=True)
+    stacked = UnsqueezeTransform(-1, in_keys=["observation"]), CatFrames(3, -1, in_keys=["observation"])
+    return TransformedEnv(GymEnv("CartPole-v1"), Compose(InitTracker(), norm, RewardSum(), *stacked, StepCounter(7)))
+
+
+def gym_with_inverse() -> EnvBase:
+    env = GymEnv("Pendulum-v1", frame_skip=2)
+    return TransformedEnv(env, Compose(ActionDiscretizer(5), DoubleToFloat(), StepCounter(6)))
+
+
+def gym_by_numbers() -> EnvBase:
+    env = GymEnv("CartPole-v1", categorical_action_encoding=True, device="cpu")
+    return TransformedEnv(TransformedEnv(env, RewardSum()), StepCounter(5), auto_unwrap=False)
+
+
+def gym_with_skips() -> EnvBase:
+    return TransformedEnv(GymEnv("CartPole-v1"), Compose(FrameSkipTransform(2), StepCounter(4)))
+
+
 def on_cpu() -> EnvBase:
     return Own(device="cpu")
 
@@ -185,6 +215,10 @@ PLAIN: list[Callable[[], EnvBase]] = [
     on_cpu,
     transformed,
     gym_with_transform,
+    gym_with_many,
+    gym_with_inverse,
+    gym_by_numbers,
+    gym_with_skips,
 ]
 """Environments whose steps all go the short way."""
 
@@ -208,9 +242,9 @@ def walk(env: EnvBase, steps: int = 12) -> list[TensorDictBase]:
 
 def example(env: EnvBase, step: int) -> torch.Tensor:
     spec = env.full_action_spec["action"]
-    if isinstance(spec, Categorical):
-        return torch.full(spec.shape, step % 3)
-    return torch.nn.functional.one_hot(torch.full(spec.shape[:-1], step % 2), 2)
+    if not isinstance(spec, OneHot):
+        return torch.full(spec.shape, step % (spec.space.n if isinstance(spec, Categorical) else 3))
+    return torch.nn.functional.one_hot(torch.full(spec.shape[:-1], step % spec.shape[-1]), spec.shape[-1])
 
 
 @pytest.mark.parametrize(
@@ -234,7 +268,7 @@ def test_a_row_gives_what_the_environment_alone_gives(kind: Any, factory: Callab
 def test_result_and_root_are_those_of_torchrl(factory: Callable[[], EnvBase]) -> None:
     ours, theirs = factory(), factory()
     assert steps_plainly(ours)
-    plain_step = PlainStep(ours)
+    plain_step = PlainStep(ours, 0)
     ours.set_seed(3)
     theirs.set_seed(3)
     root, expected_root = ours.reset(), theirs.reset()
@@ -255,9 +289,12 @@ def test_result_and_root_are_those_of_torchrl(factory: Callable[[], EnvBase]) ->
 def test_plain_results_go_the_short_way(factory: Callable[[], EnvBase], monkeypatch: pytest.MonkeyPatch) -> None:
     env = factory()
     root = env.reset()
-    plain_step = PlainStep(env)
-    for name in ("step", "_step_mdp", "_step_proc_data"):
-        monkeypatch.setattr(type(env), name, None)
+    plain_step = PlainStep(env, 0)
+    for owner, name in ((EnvBase, "step"), (EnvBase, "_step_mdp"), (EnvBase, "_step_proc_data")):
+        monkeypatch.setattr(owner, name, None)
+    if isinstance(env, TransformedEnv) and factory is not gym_with_skips:  # that transform steps by itself
+        monkeypatch.setattr(TransformedEnv, "_step", None)
+        monkeypatch.setattr(GymEnv, "_step", None)
     following, after = plain_step(root.set("action", example(env, 0)))
     assert following["done"].shape == (1,)
     assert set(after.keys()) >= {"done", "action"}
@@ -311,3 +348,33 @@ def test_a_copy_of_a_nested_tensordict_is_deep_in_its_nodes() -> None:
     assert "c" not in nested["inner"].keys()
     named = TensorDict({"a": torch.zeros(3)}, [3], names=["time"])
     assert plain_copy(named).names == ["time"]
+
+
+def test_a_transform_added_later_is_heeded() -> None:
+    env = TransformedEnv(Own(), StepCounter())
+    plain_step = PlainStep(env, 0)
+    root = env.reset()
+    env.append_transform(RewardSum())
+    following, _ = plain_step(root.set("action", torch.tensor(2)).set("episode_reward", torch.zeros(1)))
+    assert following["episode_reward"].item() == 2.0
+
+
+def test_an_action_that_does_not_fit_is_left_to_torchrl() -> None:
+    ours, theirs = gym_with_transform(), gym_with_transform()
+    for env in (ours, theirs):
+        env.set_seed(0)
+    action = torch.tensor([0.0, 1.0])  # a dtype of its own
+    following, _ = PlainStep(ours, 0)(ours.reset().set("action", action))
+    assert_same(theirs.step(theirs.reset().set("action", action))["next"], following)
+
+
+def test_an_exception_of_a_transformed_environment_is_its_own() -> None:
+    class Failing(Own):
+        def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+            raise ArithmeticError("not today")
+
+    env = SerialEnv(2, lambda: TransformedEnv(Failing(), StepCounter()))
+    with pytest.raises(ArithmeticError, match="not today") as caught:
+        env.step(env.reset().set("action", torch.tensor([1, 1])))
+    assert any("row 0" in note for note in getattr(caught.value, "__notes__", []))
+    env.close()

@@ -50,7 +50,8 @@ def driver_for(env: Any, row: int) -> Driver:
         return GymnasiumDriver(env, row)
     common = sys.modules.get("torchrl.envs.common")
     if common is not None and isinstance(env, common.EnvBase):
-        from shoal.drivers.torchrl import GymWrapperDriver, TorchRLDriver, drives_natively
+        from shoal.drivers.gym_wrapper import GymWrapperDriver, drives_natively
+        from shoal.drivers.torchrl import TorchRLDriver
 
         return GymWrapperDriver(env, row) if drives_natively(env) else TorchRLDriver(env, row)
     raise TypeError(

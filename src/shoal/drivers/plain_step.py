@@ -3,15 +3,21 @@
 Around an environment's own ``_step``, torchrl completes its flags, checks shapes, nests the result below ``"next"`` and
 takes that apart again in ``step_mdp``: some 100 us that mostly find nothing to do. Here is what is left of it where all
 is as it should be: a look at each value. Whatever is not goes torchrl's own way.
+
+Below a `TransformedEnv` is another environment's ``_step``, which goes the short way too; the transforms are torchrl's.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import Compose, Transform, TransformedEnv
 from torchrl.envs.common import EnvBase
 from torchrl.envs.utils import _StepMDP
+
+from shoal.drivers.gym_wrapper import NativeStep, steps_natively
 
 _OURS = ("step", "_step_proc_data", "_step_mdp", "step_and_maybe_reset", "_step_and_maybe_reset", "maybe_reset")
 """What a class must have left as torchrl made it."""
@@ -24,19 +30,20 @@ class PlainStep:
 
     Args:
         env: the environment; `steps_plainly` has said yes.
+        row: its index in the batch, for messages.
 
     Attributes:
         from_next: names of the root's leaves that a step takes from its result.
     """
 
-    def __init__(self, env: EnvBase) -> None:
+    def __init__(self, env: EnvBase, row: int) -> None:
         mdp = env._step_mdp
         self._env = env
-        self._completes = getattr(type(env)._complete_done, "__func__", None) is EnvBase._complete_done.__func__
+        self._step = inner_step(env, row)
+        self._flags = Flags(env)
         self._excluded = frozenset(mdp.exclude_from_root)
         self.from_next = tuple(mdp.keys_from_next)
         self._rewards = [(name, spec.shape) for name, spec in env.full_reward_spec.items()]
-        self._dones = {name: spec.shape for name, spec in env.full_done_spec.items()}
 
     def __call__(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """Steps.
@@ -48,7 +55,7 @@ class PlainStep:
             The result and the following root.
         """
         env = self._env
-        following = env._step(tensordict)
+        following = self._step(tensordict)
         if self._is_complete(tensordict, following):
             root = self._advance(tensordict, following)
             if root is not None:
@@ -61,9 +68,9 @@ class PlainStep:
         """Whether a result has all rewards and flags, in their shapes; a flag that repeats another is added to it."""
         if (
             type(following) is not TensorDict
+            or type(tensordict) is not TensorDict
             or following.batch_size != tensordict.batch_size
             or following.device != tensordict.device
-            or following.is_locked
         ):
             return False
         values = following._tensordict
@@ -71,20 +78,7 @@ class PlainStep:
             value = values.get(name)
             if type(value) is not _Tensor or value.shape != shape:
                 return False
-        missing = None
-        for name, shape in self._dones.items():
-            value = values.get(name)
-            if value is None:
-                if not self._completes or self._dones.keys() != {"done", "terminated"} or missing:
-                    return False
-                missing = name
-            elif type(value) is not _Tensor or value.shape != shape:
-                return False
-        if missing is not None:
-            if "truncated" in values:
-                return False
-            values[missing] = values["done" if missing == "terminated" else "terminated"]
-        return True
+        return self._flags.complete(following)
 
     def _advance(self, tensordict: TensorDictBase, following: TensorDict) -> TensorDictBase | None:
         """The following root; None where it is not all plain tensors."""
@@ -101,6 +95,83 @@ class PlainStep:
                     return None
                 root[name] = value
         return plain_tensordict(root, tensordict)
+
+
+class Flags:
+    """Completes the done flags of results, as ``EnvBase._complete_done`` does.
+
+    Args:
+        env: the environment.
+    """
+
+    def __init__(self, env: EnvBase) -> None:
+        self._shapes = {name: getattr(spec, "shape", None) for name, spec in env.full_done_spec.items()}
+        theirs = getattr(type(env)._complete_done, "__func__", None) is EnvBase._complete_done.__func__
+        self._twins = theirs and self._shapes.keys() == {"done", "terminated"}
+
+    def complete(self, following: TensorDictBase) -> bool:
+        """Whether a result has all flags in their shapes now; one that repeats the other is added to it."""
+        if type(following) is not TensorDict or following.is_locked:
+            return False
+        values, missing = following._tensordict, None
+        for name, shape in self._shapes.items():
+            value = values.get(name)
+            if value is None:
+                if not self._twins or missing:
+                    return False
+                missing = name
+            elif type(value) is not _Tensor or value.shape != shape:
+                return False
+        if missing is not None:
+            if "truncated" in values:
+                return False
+            values[missing] = values["done" if missing == "terminated" else "terminated"]
+        return True
+
+
+class TransformedStep:
+    """What a `TransformedEnv`'s ``_step`` gives.
+
+    Args:
+        env: the environment; `inner_step` has found that torchrl's own ``_step`` is in force.
+        row: its index in the batch, for messages.
+    """
+
+    def __init__(self, env: TransformedEnv, row: int) -> None:
+        self._env, self._base, self._transform = env, env.base_env, env.transform
+        self._step = inner_step(self._base, row)
+        self._flags = Flags(self._base)
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Steps; neither a mask for the step nor leaves of ``"next"`` are in the input."""
+        env, transform = self._env, self._transform
+        if env.transform is not transform or env.base_env is not self._base:  # somebody has changed it since
+            return env._step(tensordict)
+        given = transform._inv_call(plain_copy(tensordict))
+        following = self._step(given)
+        if not self._flags.complete(following):
+            self._base._complete_done(self._base.full_done_spec, following)
+        return transform._step(given, following)
+
+
+def inner_step(env: EnvBase, row: int) -> Callable[[TensorDictBase], TensorDictBase]:
+    """What gives the result of an environment's ``_step``, the shortest way that there is.
+
+    Args:
+        env: the environment.
+        row: its index in the batch, for messages.
+    """
+    if steps_natively(env):
+        return NativeStep(env, row)
+    if (
+        isinstance(env, TransformedEnv)
+        and type(env)._step is TransformedEnv._step
+        and "_step" not in env.__dict__
+        and isinstance(env.transform, Transform)
+        and type(env.transform).inv is Transform.inv
+    ):
+        return TransformedStep(env, row)
+    return lambda tensordict: env._step(tensordict)
 
 
 def plain_tensordict(source: dict[str, torch.Tensor], like: TensorDictBase) -> TensorDictBase:

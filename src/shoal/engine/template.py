@@ -213,7 +213,7 @@ def _import_what_follows() -> None:
     """Imports what building an environment of a family seen so far will import anyway."""
     modules = []
     if "torchrl" in sys.modules:
-        modules += ["shoal.drivers.torchrl", "gymnasium"]
+        modules += ["shoal.drivers.torchrl", "shoal.drivers.gym_wrapper", "gymnasium"]
     if "gymnasium" in sys.modules:
         modules.append("shoal.drivers.gymnasium")
     for name in modules:

@@ -19,7 +19,7 @@ from torchrl.envs import batched_envs as reference
 from torchrl.envs.common import EnvBase
 from torchrl.envs.utils import _aggregate_end_of_traj, _terminated_or_truncated, _update_during_reset
 
-from shoal.drivers.torchrl import node_sizes
+from shoal.drivers.torchrl_common import node_sizes, td_key
 from shoal.engine import pickling
 from shoal.engine.faults import FaultLog, FaultRecord, RestartPolicy
 from shoal.engine.pool import DEFAULT_TIMEOUT
@@ -37,7 +37,7 @@ from shoal.envs.arguments import (
     kwargs_of_rows,
 )
 from shoal.envs.remote import RemoteAttributes
-from shoal.envs.results import Results, td_key
+from shoal.envs.results import Results
 from shoal.envs.rollout import in_place, rollout_in_place
 from shoal.envs.session import Session
 from shoal.envs.specs import batch_specs

@@ -24,9 +24,9 @@ from torchrl.envs.libs import envpool as reference
 
 from shoal.drivers.gymnasium import DONE_KEYS, Details, GymnasiumDriver
 from shoal.drivers.spaces import ARRAY, CATEGORICAL, ONE_HOT, Encoding, Plan
+from shoal.drivers.torchrl_common import td_key
 from shoal.engine.layout import Array
 from shoal.engine.schema import Key
-from shoal.envs.results import td_key
 from shoal.envs.specs import batch_specs, row_specs
 
 _OURS = ("task_id", "env_type", "num_envs")

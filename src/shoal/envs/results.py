@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection
 
-from shoal.drivers.torchrl import BFLOAT16, as_tensor
+from shoal.drivers.torchrl_common import BFLOAT16, as_tensor, td_key
 from shoal.engine.layout import Array
 from shoal.engine.pool import Pool
 from shoal.engine.protocol import StepInput
@@ -21,11 +21,6 @@ Values = dict[int, Any] | None
 
 _SMALL_BYTES = 1 << 16
 _from_numpy = torch.from_numpy
-
-
-def td_key(key: Key) -> str | Key:
-    """A leaf's key as TensorDict spells it."""
-    return key[0] if len(key) == 1 else key
 
 
 class Results:

@@ -13,7 +13,7 @@ from torchrl.data.tensor_specs import Binary, Bounded, Composite, TensorSpec
 from torchrl.envs import GymWrapper
 from torchrl.envs.libs.gym import _gym_to_torchrl_spec_transform
 
-from shoal.drivers import torchrl as torchrl_driver
+from shoal.drivers import torchrl_common as torchrl_driver
 from shoal.drivers.base import Description
 from shoal.drivers.gymnasium import Details
 from shoal.drivers.spaces import ARRAY, Plan
