@@ -243,7 +243,7 @@ def walk(env: EnvBase, steps: int = 12) -> list[TensorDictBase]:
 def example(env: EnvBase, step: int) -> torch.Tensor:
     spec = env.full_action_spec["action"]
     if not isinstance(spec, OneHot):
-        return torch.full(spec.shape, step % (spec.space.n if isinstance(spec, Categorical) else 3))
+        return torch.full(spec.shape, step % getattr(spec.space, "n", 3))
     return torch.nn.functional.one_hot(torch.full(spec.shape[:-1], step % spec.shape[-1]), spec.shape[-1])
 
 
