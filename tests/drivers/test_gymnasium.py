@@ -179,17 +179,22 @@ def test_a_missing_entry_of_a_dict_is_named() -> None:
 @pytest.mark.parametrize(
     "value", [1, 1.5, True, np.float64(0.1), np.float32(2), np.int64(3), np.array(0.25), np.array([0.5]), None]
 )
-def test_rewards_of_any_kind_become_float32(value: Any) -> None:
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rewards_of_any_kind_become_those_of_the_spec(value: Any, dtype: Any, rows: int) -> None:
     class Rewarding(Counter):
+        if dtype != np.float32:  # which is what an environment without such a space has
+            reward_space = gs.Box(-9, 9, (1,), dtype)
+
         def step(self, action: int) -> Any:
             observation, _, *rest = super().step(action)
             return observation, value, *rest
 
-    env = SerialEnv(1, Rewarding)
+    env = SerialEnv(rows, Rewarding)
     reward = env.step(env.rand_action(env.reset()))["next", "reward"]
     expected = 0.0 if value is None else float(np.asarray(value).reshape(()))
-    assert reward.dtype == torch.float32
-    assert reward.item() == np.float32(expected)
+    assert reward.dtype == torch.from_numpy(np.zeros(1, dtype)).dtype
+    assert reward.tolist() == [[dtype(expected)]] * rows
     env.close()
 
 

@@ -378,3 +378,24 @@ def test_an_exception_of_a_transformed_environment_is_its_own() -> None:
         env.step(env.reset().set("action", torch.tensor([1, 1])))
     assert any("row 0" in note for note in getattr(caught.value, "__notes__", []))
     env.close()
+
+
+class OddFlag(Own):
+    """Ends with a number that is not one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.done_spec = Composite({name: Unbounded((1,), dtype=dtype) for name in ("done", "terminated")})
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        result = super()._step(tensordict)
+        return result.set("done", (2 * result["done"]).to(self.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_flags_of_any_dtype_end_an_episode(dtype: torch.dtype) -> None:
+    env = ParallelEnv(2, OddFlag, create_env_kwargs={"dtype": dtype})
+    counts = [root["count"][:, 0].tolist() for root in walk(env, 6)[1::2]]
+    assert counts == [[1, 1], [2, 2], [3, 3], [4, 4], [0, 0], [1, 1]]
+    env.close()

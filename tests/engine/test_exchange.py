@@ -23,6 +23,8 @@ from tests.support import Counter, SlowMethod, Trouble, rows_with, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
+SOURCE = str(Path(pool.__file__).parents[1])
+
 BOTH = pytest.mark.parametrize("kind", [SerialEnv, ParallelEnv])
 
 
@@ -53,6 +55,45 @@ def test_a_ctrl_c_after_the_answers_were_heard_is_made_good_by_the_next_command(
             env.step(acted(env, td))
         following = env.step(acted(env, td))["next"]
     assert following["observation"][:, 0].tolist() == [6, 6, 6]
+    assert not env.faults
+    env.close()
+
+
+def interrupt_at(point: int) -> None:
+    """Lets a Ctrl-C come at the n-th point from now on where Python would notice one in shoal's code: the start of a
+    function, the end of a call into C."""
+    seen = 0
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        nonlocal seen
+        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(SOURCE):
+            seen += 1
+            if seen == point:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(profile)
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+@pytest.mark.parametrize("command", ["step", "step_and_maybe_reset", "reset"])
+def test_after_a_ctrl_c_at_any_point_of_a_command_the_environment_can_be_reset(command: str, on_failure: str) -> None:
+    env = ParallelEnv(3, Counter, processes=2, on_failure=on_failure)
+    for point in range(1, 1000):
+        given = acted(env, env.reset())
+        interrupt_at(point)
+        try:
+            getattr(env, command)(given)
+            break
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        root = env.reset()
+        assert root["observation"][:, 0].tolist() == [0, 0, 0]
+        following = env.step(acted(env, root))["next"]
+        assert following["observation"][:, 0].tolist() == [1, 1, 1]
+    assert 30 < point < 999
     assert not env.faults
     env.close()
 

@@ -103,7 +103,7 @@ def test_it_costs_a_handful_of_clock_readings_a_command(monkeypatch: pytest.Monk
         monotonic = time.monotonic
         sleep = time.sleep
 
-    env = SerialEnv(64, Counter)
+    env = SerialEnv(64, functools.partial(Counter, 1000))  # a reset that a step brings costs two more
     td = env.rand_action(env.reset())
     for module in (together, rows, worker, batched, session):
         if hasattr(module, "time"):
@@ -113,4 +113,27 @@ def test_it_costs_a_handful_of_clock_readings_a_command(monkeypatch: pytest.Monk
         _, td = env.step_and_maybe_reset(env.rand_action(td))
     a_step = readings / together.MEASURED_EVERY
     assert a_step < 12
+    env.close()
+
+
+class SlowReset(Slow):
+    """Takes its time for a reset, and ends often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 4
+
+    def reset(self, **kwargs: Any) -> Any:
+        time.sleep(0.004)
+        return super().reset(**kwargs)
+
+
+@kinds
+def test_time_in_resets_that_a_step_brings_counts_once(kind: str) -> None:
+    env = KINDS[kind](3, SlowReset)
+    td = env.reset()
+    for _ in range(16):
+        _, td = env.step_and_maybe_reset(env.rand_action(td))
+    for row in env.stats().rows:
+        assert 5 * 0.004 <= row.env_seconds < 9 * 0.004
     env.close()

@@ -204,7 +204,7 @@ class GymnasiumDriver(Driver):
         shape, name = array.shape, f"row {self._row}, reward"
 
         def write_reward(value: Any) -> None:
-            value = np.asarray(value)
+            value = np.asarray(0.0 if value is None else value)
             array[...] = value if value.shape == shape else reshaped(value, shape, name)
 
         return write_reward

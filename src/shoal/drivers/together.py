@@ -115,10 +115,12 @@ class Together:
             for place, done in enumerate(ended):
                 if not done or place in out:
                     continue
+                start = time.perf_counter()
                 try:
                     self._drivers[place]._reset({})
                 except self._catch as error:
                     failed.append((place, error))
+                self._spent[place] += time.perf_counter() - start
         return failed
 
     def _before(self, place: int) -> tuple[float, bool, bool]:
@@ -140,7 +142,6 @@ class Alone:
         self._step, self._reset = driver._step, driver._reset
         self._fresh = bytes_of(fresh)
         self._times: Any = bytes_of(times).cast("d")
-        self._count = 0
         self._catch = catch
 
     def step(self) -> Failed:
@@ -153,9 +154,8 @@ class Alone:
         return self._run(resets=True)
 
     def _run(self, *, resets: bool) -> Failed:
-        self._count += 1
-        measured = self._count % MEASURED_EVERY == 0
-        start = time.perf_counter() if measured else 0.0
+        clock = time.perf_counter
+        start = clock()
         try:
             _, done = self._step()
             if done and resets:
@@ -163,9 +163,8 @@ class Alone:
                 self._reset({})
         except self._catch as error:
             return [(0, error)]
+        self._times[0] += clock() - start
         self._times[1] += 1.0
-        if measured:
-            self._times[0] += (time.perf_counter() - start) * MEASURED_EVERY
         return _NONE
 
 

@@ -64,10 +64,11 @@ class TorchRLDriver(Driver):
             area: [(key, td_key(key), self._buffers[area].get(key), leaf) for key, leaf in schema.by_area[area].items()]
             for area in (NEXT, ROOT)
         }
-        dones = [key for key, leaf in schema.by_area[NEXT].items() if leaf.role == DONE]
+        dones = {key: leaf for key, leaf in schema.by_area[NEXT].items() if leaf.role == DONE}
         self._dones = [td_key(key) for key in dones]
         written = arrays[NEXT]
-        self._flags = [bytes_of(written[key]) for key in dones] if set(dones) <= written.keys() else None
+        seen = all(key in written and leaf.dtype == "bool" for key, leaf in dones.items())
+        self._flags = [bytes_of(written[key]) for key in dones] if seen else None
         kind = type(self.env)
         self._in_parts = (
             kind.step_and_maybe_reset in (EnvBase.step_and_maybe_reset,)
@@ -159,7 +160,7 @@ class TorchRLDriver(Driver):
     def _any_done(self, following: TensorDictBase) -> bool:
         """Whether a result that was just written is done."""
         if self._flags is not None:
-            return any(b"\x01" in flags.tobytes() for flags in self._flags)
+            return any(flags.tobytes().strip(b"\0") for flags in self._flags)
         return any(bool(_leaf(following, name).any()) for name in self._dones)
 
     def _advance(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:

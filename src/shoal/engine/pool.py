@@ -222,8 +222,9 @@ class Pool:
         try:
             self._running = True
             yield
-        finally:
-            self._release()
+        finally:  # no call comes before the assignment: a Ctrl-C could come with its start
+            self._running = False
+            self._claims.pop("thread", None)
 
     def _claim(self) -> None:
         if self.closed:
@@ -239,10 +240,6 @@ class Pool:
             raise RuntimeError("the environment is in use by another thread at this moment: use it from one at a time")
         if self._running:
             raise RuntimeError("the environment is in the middle of a command of this thread: wait for its end")
-
-    def _release(self) -> None:
-        self._running = False
-        self._claims.pop("thread", None)
 
     def execute(
         self,
@@ -272,8 +269,9 @@ class Pool:
         try:
             self._running = True
             return self.execute_claimed(opcode, rows, given, timeout)
-        finally:
-            self._release()
+        finally:  # as in `claim`
+            self._running = False
+            self._claims.pop("thread", None)
 
     def execute_claimed(
         self,

@@ -15,7 +15,7 @@ class RowStats:
     Attributes:
         row: its index.
         calls: resets and steps that it was asked for.
-        env_seconds: time in them, with what its driver does around them. Where one loop steps the Gymnasium
+        env_seconds: time in them, with what its driver does around them. Where one loop steps several Gymnasium
             environments of a process, every sixteenth step is measured and stands for sixteen.
     """
 
