@@ -25,7 +25,7 @@ from machine import describe_machine
 from torchrl.envs import GymEnv, GymWrapper
 from torchrl.envs import ParallelEnv as TorchRLParallelEnv
 from torchrl.envs import SerialEnv as TorchRLSerialEnv
-from torchrl_environments import OwnEnv
+from torchrl_environments import OwnEnv, transformed
 
 from shoal import ParallelEnv, SerialEnv
 from shoal.engine.pool import Pool, PoolOptions
@@ -163,6 +163,14 @@ def ratio_lines() -> list[str]:
         Stepper(TorchRLParallelEnv(8, gym_env, **fork)),
         "12",
     )
+    for name, options in (("one process each", {}), ("2 processes", {"processes": 2})):
+        compare(
+            f"8 `GymEnv` behind `StepCounter`, `RewardSum` and `DoubleToFloat` (CartPole-v1), {name}, against torchrl "
+            "`ParallelEnv` (forked)",
+            Stepper(ParallelEnv(8, transformed, **options)),
+            Stepper(TorchRLParallelEnv(8, transformed, **fork)),
+            "",
+        )
     wrapped = partial(wrap_pixels)
     for name, mine in (
         ("`rollout(256)` of 16 pixel environments (84x84x4), 2 processes", ParallelEnv(16, PixelEnv, processes=2)),

@@ -9,7 +9,16 @@ import torch
 from environments import SLOW_ENV, SlowEnv
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Bounded, Composite, Unbounded
-from torchrl.envs import EnvBase, GymEnv, GymWrapper
+from torchrl.envs import (
+    Compose,
+    DoubleToFloat,
+    EnvBase,
+    GymEnv,
+    GymWrapper,
+    RewardSum,
+    StepCounter,
+    TransformedEnv,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +32,11 @@ def make_torchrl(name: str) -> EnvBase:
 def torchrl_factory(name: str) -> Callable[[], EnvBase]:
     """Return a picklable factory of torchrl environments."""
     return partial(make_torchrl, name)
+
+
+def transformed() -> EnvBase:
+    """Build a `GymEnv` behind transforms, as training scripts do."""
+    return TransformedEnv(GymEnv("CartPole-v1"), Compose(StepCounter(200), RewardSum(), DoubleToFloat()))
 
 
 class OwnEnv(EnvBase):
