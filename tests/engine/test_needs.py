@@ -125,11 +125,11 @@ def test_workers_find_it_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 class Tidy(Counter):
-    def collects_garbage(self) -> bool:
-        return gc.isenabled()
+    def collects_garbage_after(self) -> int:
+        return gc.get_threshold()[0] if gc.isenabled() else 0
 
 
-def test_workers_collect_garbage_though_their_template_did_not_while_it_imported() -> None:
+def test_workers_collect_garbage_as_usual_though_their_template_does_so_seldom_while_it_imports() -> None:
     env = ParallelEnv(2, Tidy)
-    assert env.call("collects_garbage") == [True, True]
+    assert env.call("collects_garbage_after") == [gc.get_threshold()[0]] * 2
     env.close()

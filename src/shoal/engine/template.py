@@ -29,6 +29,7 @@ from shoal.engine.worker import ignore_interrupts, limit_threads, worker_main
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 0.5
+_GARBAGE_AFTER = 5_000
 
 
 def python_command(code: str, *arguments: object) -> list[str]:
@@ -136,7 +137,8 @@ class Template:
         if not self._fork:
             return
         # What is imported stays: looking through it for garbage, again and again, takes an eighth of torchrl's import.
-        gc.disable()
+        usual = gc.get_threshold()
+        gc.set_threshold(_GARBAGE_AFTER, *usual[1:])
         try:
             for blob in request["warm"]:
                 try:
@@ -149,7 +151,7 @@ class Template:
             gc.collect()
             gc.freeze()
         finally:
-            gc.enable()
+            gc.set_threshold(*usual)
 
     def _may_fork(self) -> bool:
         """A fork copies no thread, but the locks that they hold: with threads around, take fresh interpreters."""
