@@ -9,8 +9,8 @@ import pytest
 
 from shoal.cli.configuration import LOOP, PARALLEL, SERIAL
 from shoal.cli.document import document
-from shoal.cli.machine import usable_cpus
 from shoal.cli.report import recommend, remarks, seconds_text, table, times, title
+from shoal.engine.signals import usable_cpus
 from tests.cli.support import TARGET, result, results
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from shoal import EnvError, ParallelEnv, RestartPolicy, SerialEnv, WorkerDied, WorkerTimeout
-from shoal.engine import exchange, launch, pool
+from shoal.engine import exchange, launch, pool, signals
 from shoal.engine.protocol import Control
 from tests.support import Counter, SlowMethod, Trouble, rows_with, until
 
@@ -515,3 +515,14 @@ def test_a_worker_that_dies_between_its_answer_and_its_ring_is_not_waited_for(
         assert following["truncated"].tolist() == [[False], [True], [False]]
         env.close()
     assert time.monotonic() - start < 4.0
+
+
+def test_a_parent_with_a_worker_to_each_processor_sleeps_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "usable_cpus", lambda: 2)
+    polls = []
+    for processes in (1, 2, 3):
+        env = ParallelEnv(3, Counter, processes=processes)
+        env.reset()
+        polls.append(env.__dict__["_session"].engine._exchange._waiter._poll_seconds)
+        env.close()
+    assert polls == [signals.POLL_SECONDS, signals.POLL_SECONDS_ON_FULL_CPUS, signals.POLL_SECONDS]

@@ -61,11 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _bench(options: argparse.Namespace, interrupts: Interrupts) -> int:
     from shoal.cli import plot
     from shoal.cli.document import document
-    from shoal.cli.machine import is_busy, load_average, usable_cpus
+    from shoal.cli.machine import is_busy, load_average
     from shoal.cli.measure import family_of, measure
     from shoal.cli.progress import Progress
     from shoal.cli.report import recommend, remarks, table, title
     from shoal.cli.target import resolve
+    from shoal.engine.signals import usable_cpus
 
     if options.plot is not None:
         plot.check(options.plot)

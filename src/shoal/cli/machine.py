@@ -7,17 +7,12 @@ import platform
 from importlib import metadata
 from typing import Any
 
+from shoal.engine.signals import usable_cpus
+
 PACKAGES = ("shoal", "torch", "torchrl", "tensordict", "gymnasium", "numpy")
 
 BUSY_SHARE = 0.25
 """Share of the usable CPUs that other work may take before the numbers call for care."""
-
-
-def usable_cpus() -> int:
-    """CPUs that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def load_average() -> float | None:

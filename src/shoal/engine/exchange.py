@@ -14,7 +14,7 @@ from shoal.engine.channel import Channel, UnreadableMessage, wait_for
 from shoal.engine.errors import EnvError, Fault, WorkerDied, WorkerTimeout
 from shoal.engine.launch import Launcher
 from shoal.engine.protocol import Answer, Control, Flag, Opcode
-from shoal.engine.signals import Waiter, empty
+from shoal.engine.signals import POLL_SECONDS, POLL_SECONDS_ON_FULL_CPUS, Waiter, empty, usable_cpus
 
 LOOK_SECONDS = 0.1
 """How often a wait is interrupted to look after the processes that it waits for."""
@@ -63,6 +63,7 @@ class Exchange:
         self._worker_of = {row: worker for worker, rows in enumerate(groups) for row in rows}
         self._doorbells = control.signals.doorbells
         self._ring = [doorbell.release for doorbell in self._doorbells]
+        self._poll_seconds = POLL_SECONDS_ON_FULL_CPUS if len(groups) == usable_cpus() else POLL_SECONDS
         self._sequence = 0
         self._pending: tuple[int, list[int], Opcode, float] | None = None
         self.lost: dict[int, WorkerDied | WorkerTimeout] = {}
@@ -77,7 +78,7 @@ class Exchange:
         self._number = number
         self._flag = Flag.SECOND if number else Flag.NONE
         self._prime = completion.countdown.release
-        self._waiter = Waiter(completion.done)
+        self._waiter = Waiter(completion.done, self._poll_seconds)
 
     @property
     def interrupted(self) -> bool:

@@ -23,10 +23,21 @@ SEMAPHORE_BYTES = 64
 POLL_SECONDS = 1e-3
 """Waits that have lately been shorter than this are polled, longer ones slept through."""
 
+POLL_SECONDS_ON_FULL_CPUS = 3e-4
+"""The same for a parent with a worker to each processor: its polling takes one of them from a worker, and moves them
+about. Where workers are more, or fewer, it is in nobody's way."""
+
 _COUNTING = 1
 _MAX_COUNT = 2**31 - 1
 
 _yield: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+
+def usable_cpus() -> int:
+    """Processors that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class Semaphore(Protocol):
