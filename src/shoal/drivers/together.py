@@ -146,24 +146,27 @@ class Alone:
 
     def step(self) -> Failed:
         """Steps the row; writes the ``NEXT`` area."""
-        return self._run(resets=False)
+        start = time.perf_counter()
+        try:
+            self._step()
+        except self._catch as error:
+            return [(0, error)]
+        self._times[0] += time.perf_counter() - start
+        self._times[1] += 1.0
+        return _NONE
 
     def step_and_maybe_reset(self) -> Failed:
         """Steps the row, writes ``NEXT``, resets it if it is done, and writes its ``ROOT``."""
-        self._fresh[0] = 0
-        return self._run(resets=True)
-
-    def _run(self, *, resets: bool) -> Failed:
-        clock = time.perf_counter
-        start = clock()
+        start = time.perf_counter()
+        fresh = self._fresh
+        fresh[0] = 0
         try:
-            _, done = self._step()
-            if done and resets:
-                self._fresh[0] = 1  # before the reset: next is complete, whatever becomes of it
+            if self._step()[1]:
+                fresh[0] = 1  # before the reset: next is complete, whatever becomes of it
                 self._reset({})
         except self._catch as error:
             return [(0, error)]
-        self._times[0] += clock() - start
+        self._times[0] += time.perf_counter() - start
         self._times[1] += 1.0
         return _NONE
 

@@ -93,13 +93,16 @@ class Worker:
     def _serve(self) -> None:
         control, index, group, channel = self._control, self._index, self._group, self._channel
         first, second = control.signals.completions
-        waiter = Waiter(control.signals.doorbells[index])
+        wait = Waiter(control.signals.doorbells[index]).wait
+        read, write, execute = control.read_command, control.answer, group.execute
         times, clock = control.worker_times, time.perf_counter
+        busy, count = 2 * index, 2 * index + 1
         message, masked, second_too = Flag.MESSAGE, Flag.MASKED, Flag.SECOND
+        close, sync = int(Opcode.CLOSE), int(Opcode.SYNC)
         while True:
-            waiter.wait()
+            wait()
             start = clock()
-            sequence, opcode, flags = control.read_command(index)
+            sequence, opcode, flags = read(index)
             given = None
             unreadable: UnreadableMessage | None = None
             if flags & message:
@@ -107,22 +110,22 @@ class Worker:
                     _, given = channel.receive()
                 except UnreadableMessage as error:
                     unreadable = error
-            if opcode == Opcode.CLOSE:
+            if opcode == close:
                 closed = group.close()
                 if closed.faults:
                     self._send(closed, sequence, Opcode.CLOSE)
                 return
             mask = control.mask if flags & masked else None
             answer: Answer | None
-            if opcode == Opcode.SYNC:
+            if opcode == sync:
                 answer = None
             elif unreadable is not None:
                 answer = group.refuse(Opcode(opcode), mask, f"what it was given does not unpickle there: {unreadable}")
             else:
-                answer = group.execute(opcode, mask, given)
-            times[2 * index] += clock() - start
-            times[2 * index + 1] += 1.0
-            control.answer(index, sequence, 0 if answer is None else message)
+                answer = execute(opcode, mask, given)
+            times[busy] += clock() - start
+            times[count] += 1.0
+            write(index, sequence, 0 if answer is None else message)
             second.finish() if flags & second_too else first.finish()
             if answer is not None:
                 # After the completion: the parent reads while we write, so no size of a message can block us both.
