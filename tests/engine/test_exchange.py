@@ -77,8 +77,11 @@ def interrupt_at(point: int) -> None:
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 @pytest.mark.parametrize("command", ["step", "step_and_maybe_reset", "reset"])
-def test_after_a_ctrl_c_at_any_point_of_a_command_the_environment_can_be_reset(command: str, on_failure: str) -> None:
-    env = ParallelEnv(3, Counter, processes=2, on_failure=on_failure)
+@pytest.mark.parametrize("kind", [SerialEnv, functools.partial(ParallelEnv, processes=2)])
+def test_after_a_ctrl_c_at_any_point_of_a_command_the_environment_can_be_reset(
+    kind: Any, command: str, on_failure: str
+) -> None:
+    env = kind(3, Counter, on_failure=on_failure)
     for point in range(1, 1000):
         given = acted(env, env.reset())
         interrupt_at(point)

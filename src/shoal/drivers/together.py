@@ -94,9 +94,9 @@ class Together:
                     seconds.append(now - last)
                     last = now
         finally:  # a Ctrl-C in a serial environment: the rows that have stepped keep what they gave
-            self._rewards[:place] = array(self._code, rewards)
-            self._terminated[:place] = ends = bytes(terminated)
-            self._truncated[:place] = cuts = bytes(truncated)
+            self._rewards[:place] = array(self._code, rewards[:place])
+            self._terminated[:place] = ends = bytes(terminated[:place])
+            self._truncated[:place] = cuts = bytes(truncated[:place])
             self._done[:place] = self._ended = bytes(map(or_, ends, cuts))
         self._calls += 1.0
         if measured:
