@@ -143,6 +143,25 @@ class ThirdFlagLeftOut(WithTruncated):
     flags = ("terminated",)
 
 
+class CutShort(Own):
+    """Tells of its end by a flag that its spec does not have."""
+
+    flags = ("truncated",)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return super()._step(tensordict).set("terminated", torch.tensor([False]))
+
+
+class NoDevice(Own):
+    """Gives results without the device that it has."""
+
+    def __init__(self) -> None:
+        super().__init__(device="cpu")
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return super()._step(tensordict).clear_device_()
+
+
 class OwnStep(Own):
     """Has a step of its own."""
 
@@ -222,7 +241,16 @@ PLAIN: list[Callable[[], EnvBase]] = [
 ]
 """Environments whose steps all go the short way."""
 
-TORN: list[Callable[[], EnvBase]] = [NoFlag, FlatReward, Locked, NestedNote, MoreLeaves, ThirdFlagLeftOut]
+TORN: list[Callable[[], EnvBase]] = [
+    NoFlag,
+    FlatReward,
+    Locked,
+    NestedNote,
+    MoreLeaves,
+    ThirdFlagLeftOut,
+    CutShort,
+    NoDevice,
+]
 """Environments that the short way is made for, and whose results it must leave to torchrl, or look at twice."""
 
 OTHERS: list[Callable[[], EnvBase]] = [OwnStep, OwnCompletion, Checked, hooked]
@@ -277,6 +305,7 @@ def test_result_and_root_are_those_of_torchrl(factory: Callable[[], EnvBase]) ->
         following, root = plain_step(plain_copy(root).set("action", action))
         expected, expected_root = theirs.step_and_maybe_reset(expected_root.set("action", action))
         assert_same(expected["next"], following)
+        assert following.device == expected["next"].device
         if theirs.any_done(expected["next"]):
             assert step >= 2
             return
