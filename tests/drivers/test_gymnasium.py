@@ -198,16 +198,17 @@ def test_rewards_of_any_kind_become_those_of_the_spec(value: Any, dtype: Any, ro
     env.close()
 
 
-def test_frame_skip_sums_rewards_and_stops_at_the_end_of_the_episode() -> None:
-    env = SerialEnv(1, lambda: GymWrapper(Counter(6), frame_skip=4))
+@pytest.mark.parametrize("rows", [1, 2])
+def test_frame_skip_sums_rewards_and_stops_at_the_end_of_the_episode(rows: int) -> None:
+    env = SerialEnv(rows, lambda: GymWrapper(Counter(6), frame_skip=4))
     single = GymWrapper(Counter(6), frame_skip=4)
     td, plain = env.reset(), single.reset()
     for _ in range(2):
         action = torch.tensor([0, 1, 0])
-        td, plain = env.step(td.set("action", action[None])), single.step(plain.set("action", action))
-        assert (td["next"][0] == plain["next"]).all()
+        td, plain = env.step(td.set("action", action.expand(rows, 3))), single.step(plain.set("action", action))
+        assert all((row == plain["next"]).all() for row in td["next"].unbind(0))
         td, plain = env.step_mdp(td), single.step_mdp(plain)
-    assert td["observation"].tolist() == [[6, 1, 6]]
+    assert td["observation"].tolist() == [[6, 1, 6]] * rows
     env.close()
 
 

@@ -105,11 +105,19 @@ class FlatReward(Own):
     reward_shape = ()
 
 
+class FlatFlag(Own):
+    """Its flag lacks the last dimension, which torchrl adds."""
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        result = super()._step(tensordict)
+        return result.set("done", result["done"].squeeze(-1))
+
+
 class MoreLeaves(Own):
     """Gives leaves that no spec knows, flat and nested, and notes something in its input."""
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        tensordict.set("note", torch.tensor([self.steps]))
+        tensordict.set("note", torch.tensor([self.steps])).set("reward", torch.ones(1))
         result = super()._step(tensordict)
         return result.update({"unknown": torch.ones(2), "inner": {"unknown": torch.ones(1)}})
 
@@ -187,6 +195,17 @@ class Doubled(Transform):
 
     def _post_step_mdp_hooks(self, tensordict: Any, tensordict_: Any) -> Any:
         return tensordict, tensordict_.set("count", tensordict_["count"] * 2)
+
+
+class Turning(Transform):
+    """Turns actions round, in an ``inv`` of its own."""
+
+    def inv(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return tensordict.copy().set("action", 2 - tensordict["action"])
+
+
+def turned() -> EnvBase:
+    return TransformedEnv(Own(), Turning())
 
 
 def hooked() -> EnvBase:
@@ -300,18 +319,22 @@ def test_result_and_root_are_those_of_torchrl(factory: Callable[[], EnvBase]) ->
     ours.set_seed(3)
     theirs.set_seed(3)
     root, expected_root = ours.reset(), theirs.reset()
+    held: list[tuple[TensorDictBase, TensorDictBase]] = []
     for step in range(4):
         action = example(ours, step)
         following, root = plain_step(plain_copy(root).set("action", action))
         expected, expected_root = theirs.step_and_maybe_reset(expected_root.set("action", action))
         assert_same(expected["next"], following)
         assert following.device == expected["next"].device
+        held.append((following, following.clone()))
         if theirs.any_done(expected["next"]):
             assert step >= 2
-            return
+            break
         assert_same(expected_root, root)
         assert root.batch_size == expected_root.batch_size
         assert root.device == expected_root.device
+    for result, then in held:  # what follows does not touch it
+        assert_same(then, result)
 
 
 @pytest.mark.parametrize("factory", PLAIN, ids=lambda factory: factory.__name__)
@@ -392,9 +415,20 @@ def test_an_action_that_does_not_fit_is_left_to_torchrl() -> None:
     ours, theirs = gym_with_transform(), gym_with_transform()
     for env in (ours, theirs):
         env.set_seed(0)
-    action = torch.tensor([0.0, 1.0])  # a dtype of its own
+    action = torch.tensor([0.4, 0.6])  # a dtype of its own
     following, _ = PlainStep(ours, 0)(ours.reset().set("action", action))
     assert_same(theirs.step(theirs.reset().set("action", action))["next"], following)
+
+
+def test_an_action_with_a_gradient_leaves_none_behind() -> None:
+    env = TransformedEnv(GymEnv("Pendulum-v1"), StepCounter())
+    plain_step = PlainStep(env, 0)
+    following, root = plain_step(env.reset().set("action", torch.ones(1, requires_grad=True)))
+    assert not any(value.requires_grad for value in following.values())
+    following, _ = plain_step(plain_copy(root).set("action", torch.ones(1)))
+    assert not any(value.requires_grad for value in following.values())
+    native = plain_step._step._step  # type: ignore[attr-defined]
+    assert not any(buffer.requires_grad for _, buffer in native._inputs)
 
 
 def test_an_exception_of_a_transformed_environment_is_its_own() -> None:
