@@ -99,6 +99,17 @@ class NoFlag(Own):
     flags = ()
 
 
+class Brain(Own):
+    """Shows a number that numpy does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_spec["brain"] = Unbounded((2,), dtype=torch.bfloat16)
+
+    def observe(self) -> dict[str, torch.Tensor]:
+        return {**super().observe(), "brain": torch.full((2,), 0.1 * self.steps, dtype=torch.bfloat16)}
+
+
 class FlatReward(Own):
     """Its reward lacks the last dimension, which torchrl adds."""
 
@@ -247,6 +258,7 @@ def on_cpu() -> EnvBase:
 PLAIN: list[Callable[[], EnvBase]] = [
     Own,
     WithState,
+    Brain,
     TerminatedOnly,
     BothFlags,
     WithTruncated,
@@ -263,12 +275,14 @@ PLAIN: list[Callable[[], EnvBase]] = [
 TORN: list[Callable[[], EnvBase]] = [
     NoFlag,
     FlatReward,
+    FlatFlag,
     Locked,
     NestedNote,
     MoreLeaves,
     ThirdFlagLeftOut,
     CutShort,
     NoDevice,
+    turned,
 ]
 """Environments that the short way is made for, and whose results it must leave to torchrl, or look at twice."""
 

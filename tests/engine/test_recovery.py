@@ -368,6 +368,32 @@ def test_a_step_that_was_complete_counts_where_only_the_reset_after_it_failed(ki
     env.close()
 
 
+class FailsAfterItsEnd(Counter):
+    """Raises in the first step of its second episode."""
+
+    def step(self, action: int) -> Any:
+        if self.resets == 2 and self.steps == 0:
+            raise ValueError("no second episode")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("kind", [SerialEnv, ParallelEnv, functools.partial(ParallelEnv, processes=1)])
+def test_the_flags_of_an_episode_that_is_over_do_not_make_a_failed_step_a_complete_one(kind: Any) -> None:
+    calm = functools.partial(Counter, 9)
+    env = kind(3, [calm, functools.partial(FailsAfterItsEnd, 2), calm], on_failure="restart")
+    td = env.reset()
+    for _ in range(2):
+        done, td = env.step_and_maybe_reset(acted(env, td))
+    assert done["next", "terminated"].tolist() == [[False], [True], [False]]
+    assert td["observation"].tolist() == [[2, 1, 2], [0, 2, 2], [2, 1, 2]]
+    done, td = env.step_and_maybe_reset(acted(env, td))
+    assert done["next", "terminated"].tolist() == [[False]] * 3
+    assert done["next", "truncated"].tolist() == [[False], [True], [False]]
+    assert done["next", "observation"].tolist() == [[3, 1, 3], [0, 2, 2], [3, 1, 3]]
+    assert td["observation"].tolist() == [[3, 1, 3], [0, 1, 0], [3, 1, 3]]
+    env.close()
+
+
 @pytest.mark.parametrize("use_buffers", [True, False])
 def test_a_row_whose_process_dies_in_the_reset_of_another_comes_back_truncated(use_buffers: bool) -> None:
     factories = [functools.partial(Counter, 9), functools.partial(EndsBadly, "kill"), functools.partial(Counter, 9)]

@@ -273,3 +273,16 @@ class Random(Counter):
 
     def pid(self) -> int:
         return os.getpid()
+
+
+@pytest.mark.parametrize("method", ["step", "step_and_maybe_reset"])
+@engines
+def test_an_input_of_another_batch_size_is_refused(engine: str, method: str) -> None:
+    env = ENGINES[engine](3, Counter)
+    action = env.rand_action(env.reset())["action"]
+    for size in ([], [3, 3]):  # an action has three entries
+        given = TensorDict({"action": action}, batch_size=size)
+        with pytest.raises(RuntimeError, match="batch_size"):
+            getattr(env, method)(given)
+        assert "next" not in given.keys()
+    env.close()
