@@ -425,13 +425,18 @@ def test_a_transform_added_later_is_heeded() -> None:
     assert following["episode_reward"].item() == 2.0
 
 
-def test_an_action_that_does_not_fit_is_left_to_torchrl() -> None:
+def test_an_action_that_does_not_fit_is_left_to_torchrl(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = gym_with_transform(), gym_with_transform()
     for env in (ours, theirs):
         env.set_seed(0)
-    action = torch.tensor([0.4, 0.6])  # a dtype of its own
-    following, _ = PlainStep(ours, 0)(ours.reset().set("action", action))
-    assert_same(theirs.step(theirs.reset().set("action", action))["next"], following)
+    action = torch.tensor([0.0, 1.0])  # a dtype of its own
+    expected = theirs.step(theirs.reset().set("action", action))["next"]
+    given, plain_step, step = ours.reset().set("action", action), PlainStep(ours, 0), GymEnv._step
+    asked = []
+    monkeypatch.setattr(GymEnv, "_step", lambda self, tensordict: asked.append(self) or step(self, tensordict))
+    following, _ = plain_step(given)
+    assert asked == [ours.base_env]
+    assert_same(expected, following)
 
 
 def test_an_action_with_a_gradient_leaves_none_behind() -> None:
