@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -260,6 +261,87 @@ class TwoPlainLoops(Contender):
             process.join()
 
 
+class BareRows(Contender):
+    """The rows in two processes, each a plain loop over its half that waits for a bell before each step and tells when
+    it is done, and nothing else: observations, rewards and ends are written to shared memory, but nobody makes a result
+    of them, looks for errors or notes who was reset. What a step of a batch costs before anyone adds to it."""
+
+    def open(self) -> None:
+        context = multiprocessing.get_context("fork")
+        env = make_gymnasium(self.task.env)
+        self.space = env.action_space
+        rows, observation = self.task.rows, np.zeros(env.observation_space.shape, env.observation_space.dtype)
+        action = np.asarray(self.space.sample())
+        self.given = _shared(context, (rows, *action.shape), action.dtype)
+        outcome = [
+            _shared(context, (rows, *observation.shape), observation.dtype),
+            _shared(context, (rows,), np.float32),
+            _shared(context, (2, rows), bool),
+        ]
+        self.done, self.bells = context.Semaphore(0), [context.Semaphore(0) for _ in range(2)]
+        self.processes = []
+        for half, bell in zip((slice(0, rows // 2), slice(rows // 2, rows)), self.bells, strict=True):
+            arguments = (self.task, half, self.given, outcome, bell, self.done)
+            self.processes.append(context.Process(target=_serve_bare_rows, args=arguments, daemon=True))
+            self.processes[-1].start()
+
+    def prepare(self) -> None:
+        self.space.seed(0)
+        shape = self.given.shape
+        batches = [np.stack([self.space.sample() for _ in range(shape[0])]) for _ in range(ACTION_BATCHES)]
+        self.actions = itertools.cycle(batches)
+
+    def step(self) -> None:
+        self.given[...] = next(self.actions)
+        for bell in self.bells:
+            bell.release()
+        for _ in self.bells:
+            _wait(self.done)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _shared(context: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    memory = context.RawArray("b", int(np.prod(shape)) * np.dtype(dtype).itemsize)
+    return np.frombuffer(memory, dtype).reshape(shape)
+
+
+def _wait(semaphore: Any) -> None:
+    """Wait the way that is quickest here: yield the processor, and sleep only when that takes long."""
+    for _ in range(20_000):
+        if semaphore.acquire(False):
+            return
+        os.sched_yield()
+    semaphore.acquire()
+
+
+def _serve_bare_rows(
+    task: Task, half: slice, given: np.ndarray, outcome: list[np.ndarray], bell: Any, done: Any
+) -> None:
+    actions, observations, rewards = given[half], outcome[0][half], outcome[1][half]
+    ends = outcome[2][:, half]
+    envs = [make_gymnasium(task.env) for _ in range(len(actions))]
+    for env in envs:
+        env.reset(seed=0)
+    steps = [env.step for env in envs]
+    while True:
+        _wait(bell)
+        gained, terminations, truncations = [], [], []
+        taken = actions.tolist() if actions.ndim == 1 else actions
+        for row, (step, action) in enumerate(zip(steps, taken, strict=True)):
+            observations[row], reward, terminated, truncated, _ = step(action)
+            gained.append(reward)
+            terminations.append(terminated)
+            truncations.append(truncated)
+            if terminated or truncated:
+                envs[row].reset()
+        rewards[:], ends[0], ends[1] = gained, terminations, truncations
+        done.release()
+
+
 @dataclass(frozen=True)
 class Entry:
     """A contender's place in the reports.
@@ -290,6 +372,7 @@ CONTENDERS: dict[str, Entry] = {
     "gymnasium-async": Entry("Gymnasium AsyncVectorEnv", "peer", gymnasium_async),
     "gymnasium-sync": Entry("Gymnasium SyncVectorEnv", "peer", gymnasium_sync),
     "sb3-subproc": Entry("Stable-Baselines3 SubprocVecEnv, forked", "peer", stable_baselines3_subproc),
+    "bare": Entry("bare loops in 2 processes, told when to step", "limit", BareRows),
     "plain": Entry("plain loop, one env", "limit", PlainLoop),
     "plain-2": Entry("two plain loops in two processes", "limit", TwoPlainLoops),
 }

@@ -44,7 +44,10 @@ def test_entries_that_are_no_input_leaves_do_not_travel(engine: str) -> None:
     td["deep", "wide"] = torch.zeros(2, 4)
     sent: list[Any] = []
     run = env.__dict__["_session"].run
-    env.__dict__["_session"].run = lambda *args: (sent.append(args[2] if len(args) > 2 else None), run(*args))[1]
+    env.__dict__["_session"].run = lambda *args, **kwargs: (
+        sent.append(args[2] if len(args) > 2 else None),
+        run(*args, **kwargs),
+    )[1]
     for step in (env.step, lambda td: env.step_and_maybe_reset(td)[0]):
         result = step(td.copy())
         assert result.get("extra").tolist()[0] is lock
@@ -118,7 +121,7 @@ def test_rows_that_are_done_are_reset_in_the_same_exchange(engine: str, factory:
     session = env.__dict__["_session"]
     commands: list[str] = []
     run = session.run
-    session.run = lambda opcode, *args: (commands.append(opcode.name), run(opcode, *args))[1]
+    session.run = lambda opcode, *args, **kwargs: (commands.append(opcode.name), run(opcode, *args, **kwargs))[1]
     for count in (1, 2):
         done, td = env.step_and_maybe_reset(env.rand_action(td))
         assert done["next", "observation"][:, 0].tolist() == [1, count]

@@ -19,6 +19,7 @@ import pytest
 from shoal import EnvError, ParallelEnv, RestartPolicy, SerialEnv, WorkerDied, WorkerTimeout
 from shoal.engine import exchange, launch, pool, signals
 from shoal.engine.protocol import Control
+from shoal.engine.signals import Completion
 from tests.support import Counter, SlowMethod, Trouble, rows_with, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -495,18 +496,18 @@ def test_arrays_of_a_closed_pool_are_gone() -> None:
 def test_a_worker_that_dies_between_its_answer_and_its_ring_is_not_waited_for(
     on_failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, answer = tmp_path / "now", Control.answer
+    now, finish = tmp_path / "now", Completion.finish
 
-    def answer_and_die(self: Control, worker: int, sequence: int, flags: int) -> None:
-        answer(self, worker, sequence, flags)
-        if worker == 1 and now.exists():
+    def die(self: Completion) -> None:
+        if now.exists() and now.read_text() == str(os.getpid()):
             now.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
+        finish(self)
 
-    monkeypatch.setattr(Control, "answer", answer_and_die)  # forked workers take it along
+    monkeypatch.setattr(Completion, "finish", die)  # forked workers take it along
     env = ParallelEnv(3, Counter, mp_start_method="fork", on_failure=on_failure)
     td = env.reset()
-    now.touch()
+    now.write_text(str(env.stats().processes[1].pid))
     start = time.monotonic()
     if on_failure == "raise":
         with pytest.raises(WorkerDied, match=r"row 1 .*SIGKILL during 'step'"):

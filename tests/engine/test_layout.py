@@ -91,3 +91,33 @@ def test_a_leaf_that_all_rows_share_is_one_array_of_the_batch() -> None:
 def test_bits_that_numpy_does_not_know_are_stored_as_integers(dtype: str, storage: str) -> None:
     layout = Layout.of([Schema((Leaf(("a",), OBSERVATION, dtype, (2,)),))])
     assert layout.batch(bytearray(layout.size))[NEXT][("a",)].dtype == storage
+
+
+@given(schemas(), st.integers(1, 3))
+def test_an_area_is_one_stretch_and_next_begins_like_the_root(schema: Schema, n_rows: int) -> None:
+    layout = Layout.of([schema] * n_rows)
+    buffer = bytearray(layout.size)
+    arrays, areas = layout.batch(buffer), layout.areas(buffer)
+    for number, array in enumerate(array for found in arrays.values() for array in found.values()):
+        array.view(np.uint8)[...] = 1 + number
+    for name, area in areas.items():
+        memory, record = area.blank()
+        memory[:] = area.memory
+        assert list(area.fields) == list(arrays[name])
+        for key, field in area.fields.items():
+            assert record[field].dtype == arrays[name][key].dtype
+            assert record[field].shape == arrays[name][key].shape
+            assert record[field].tobytes() == arrays[name][key].tobytes()
+            assert not np.shares_memory(record[field], arrays[name][key])
+    memory, _ = areas[NEXT].blank()
+    memory[:] = areas[NEXT].memory
+    root = areas[ROOT].over(memory[: len(areas[ROOT].memory)])
+    for key, field in areas[ROOT].fields.items():
+        assert root[field].tobytes() == arrays[NEXT][key].tobytes()
+
+
+def test_rows_that_differ_have_no_stretches() -> None:
+    first = Schema((Leaf(("a",), OBSERVATION, "float32", (2,)),))
+    second = Schema((Leaf(("a",), OBSERVATION, "float32", (3,)),))
+    layout = Layout.of([first, second])
+    assert layout.areas(bytearray(layout.size)) == {}

@@ -8,20 +8,14 @@ from typing import Any
 
 import pytest
 
-from shoal import ParallelEnv, SerialEnv
+from shoal import SerialEnv
 from shoal.drivers import together
 from shoal.engine import rows, worker
 from shoal.envs import batched, session
+from tests.envs.kinds import KINDS, kinds
 from tests.support import Counter, children
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
-
-KINDS: dict[str, Any] = {
-    "serial": SerialEnv,
-    "parallel": ParallelEnv,
-    "grouped": functools.partial(ParallelEnv, processes=2),
-}
-kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 class Slow(Counter):

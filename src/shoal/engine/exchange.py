@@ -6,7 +6,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shoal.engine import pickling
@@ -88,13 +88,18 @@ class Exchange:
     # One command.
 
     def run(
-        self, opcode: Opcode, rows: Sequence[int] | None, given: dict[int, Any] | None, limit: float
+        self,
+        opcode: Opcode,
+        rows: Sequence[int] | None,
+        given: dict[int, Any] | None,
+        limit: float,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Answer | None:
         """Runs one command on some rows and waits until all of them have answered; see `Pool.execute`."""
         if self._pending is not None:
             self._settle()
         if rows is None and given is None and not self.lost:
-            return self._run_all(opcode, limit)
+            return self._run_all(opcode, limit, meanwhile)
         flags = self._flag
         if rows is None:
             workers = self._all
@@ -119,7 +124,7 @@ class Exchange:
             answer.faults.extend(self.faults_of(gone, opcode))
         return answer
 
-    def _run_all(self, opcode: Opcode, limit: float) -> Answer | None:
+    def _run_all(self, opcode: Opcode, limit: float, meanwhile: Callable[[], None] | None) -> Answer | None:
         """`run` for all workers, none of them gone and nothing to say by message: what a step mostly is."""
         workers = self._all
         self._sequence = sequence = self._sequence + 1
@@ -134,6 +139,8 @@ class Exchange:
         except BaseException:
             self.broken = True
             raise
+        if meanwhile is not None:
+            meanwhile()
         if not self._waiter.wait(min(limit, LOOK_SECONDS)):
             self._wait_longer(sequence, workers, opcode, limit)
         if self.lost or self._silent or not self._control.all_answered(sequence):

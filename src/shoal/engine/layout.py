@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.engine.schema import AREAS, Key, Leaf, Schema
+from shoal.engine.schema import AREAS, NEXT, ROOT, Key, Leaf, Schema
 
 ALIGNMENT = 64
 """Bytes of a cache line: no two arrays share one, so no two processes write to the same line by accident."""
@@ -43,14 +43,55 @@ class Slot:
     """Place of one array in the block."""
 
     offset: int
-    dtype: str
+    storage: np.dtype[Any]
     shape: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """Where the place of the next array begins, at the earliest."""
+        return align(self.offset + prod(self.shape) * self.storage.itemsize)
 
     def array(self, buffer: Any) -> Array:
         """The array over the block's memory; writing to it writes to the block."""
-        dtype = storage_dtype(self.dtype)
-        array: Array = np.ndarray(self.shape, dtype=dtype, buffer=buffer, offset=self.offset)
+        array: Array = np.ndarray(self.shape, dtype=self.storage, buffer=buffer, offset=self.offset)
         return array
+
+
+class Area:
+    """The arrays of one area as they lie in the block: one stretch of memory, which one copy moves.
+
+    Args:
+        memory: all bytes of the stretch.
+        slots: where the arrays lie in it, by key.
+
+    Attributes:
+        memory: all bytes of the stretch.
+        fields: the name of each array's field in a record like `blank` makes, by key.
+    """
+
+    def __init__(self, memory: Array, slots: dict[Key, Slot]) -> None:
+        self.memory = memory
+        self.fields = {key: str(place) for place, key in enumerate(slots)}
+        self._size = len(memory)
+        # A record is the quickest way to many arrays over one piece of memory.
+        self._record = np.dtype(
+            {
+                "names": list(self.fields.values()),
+                "formats": [(slot.storage, slot.shape) for slot in slots.values()],
+                "offsets": [slot.offset for slot in slots.values()],
+                "itemsize": self._size,
+            }
+        )
+
+    def blank(self) -> tuple[Array, Array]:
+        """Memory of its own for an equal area, with nothing in it yet, and the record whose fields are the arrays."""
+        memory: Array = np.empty(self._size, np.uint8)
+        return memory, np.ndarray((), self._record, memory)
+
+    def over(self, memory: Array) -> Array:
+        """The record over the memory of an equal area, at its beginning."""
+        record: Array = np.ndarray((), self._record, memory)
+        return record
 
 
 @dataclass
@@ -80,9 +121,12 @@ class Layout:
                 for key, leaf in first.items()
                 if same or all(_fits(schema.by_area[area].get(key), leaf) for schema in schemas)
             }
-            for key in first:
-                if key in common:
-                    layout.shared[area][key] = layout._place(first[key], (n_rows, *first[key].shape))
+            slots = {
+                leaf.key: layout._place(leaf, (n_rows, *leaf.shape))
+                for leaf in _in_order(schemas[0], area)
+                if leaf.key in common
+            }
+            layout.shared[area] = {key: slots[key] for key in first if key in slots}
             if same:
                 continue
             for row, schema in enumerate(schemas):
@@ -94,13 +138,26 @@ class Layout:
         return layout
 
     def _place(self, leaf: Leaf, shape: tuple[int, ...]) -> Slot:
-        slot = Slot(self.size, leaf.dtype, shape)
-        self.size = align(self.size + prod(shape) * storage_dtype(leaf.dtype).itemsize)
+        slot = Slot(self.size, storage_dtype(leaf.dtype), shape)
+        self.size = slot.end
         return slot
 
     def batch(self, buffer: Any) -> dict[str, dict[Key, Array]]:
         """The shared ``[N, ...]`` arrays by area and key."""
         return {area: {key: slot.array(buffer) for key, slot in slots.items()} for area, slots in self.shared.items()}
+
+    def areas(self, buffer: Any) -> dict[str, Area]:
+        """The shared arrays of each area as one stretch of memory; empty where rows differ."""
+        if self.own:
+            return {}
+        areas = {}
+        for area, slots in self.shared.items():
+            start = min((slot.offset for slot in slots.values()), default=0)
+            end = max((slot.end for slot in slots.values()), default=0)
+            memory: Array = np.frombuffer(buffer, np.uint8, end - start, start)
+            places = {key: Slot(slot.offset - start, slot.storage, slot.shape) for key, slot in slots.items()}
+            areas[area] = Area(memory, places)
+        return areas
 
     def row(self, buffer: Any, row: int) -> dict[str, dict[Key, Array]]:
         """One row's arrays by area and key: views, without the leading dimension."""
@@ -110,6 +167,13 @@ class Layout:
             for key, slot in self.own.get(row, {}).get(area, {}).items():
                 arrays[area][key] = slot.array(buffer)
         return arrays
+
+
+def _in_order(schema: Schema, area: str) -> list[Leaf]:
+    """The buffered leaves of an area in the order in which they lie: what ``NEXT`` has in common with ``ROOT`` begins
+    both, so that ``ROOT`` is the beginning of ``NEXT`` where no row was reset."""
+    order = {leaf.key: place for place, leaf in enumerate(schema.buffered(ROOT))} if area == NEXT else {}
+    return sorted(schema.buffered(area), key=lambda leaf: order.get(leaf.key, len(order)))
 
 
 def _fits(leaf: Leaf | None, other: Leaf) -> bool:

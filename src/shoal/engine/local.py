@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from shoal.drivers.base import Description
 from shoal.engine.errors import Fault, raise_faults
-from shoal.engine.layout import Array, Layout
+from shoal.engine.layout import Area, Array, Layout
 from shoal.engine.protocol import Answer, Opcode
 from shoal.engine.rows import Builder, RowGroup
 from shoal.engine.schema import Key, Schema
@@ -38,12 +38,13 @@ class LocalEngine:
         self.descriptions: list[Description] = [built.values[row] for row in range(len(builders))]
         self.arrays: dict[str, dict[Key, Array]] = {}
         self.row_arrays: list[dict[str, dict[Key, Array]]] = []
+        self.areas: dict[str, Area] = {}
 
     def attach(self, schemas: Sequence[Schema]) -> None:
         """Lays out the buffered leaves and gives each row its arrays."""
         layout = Layout.of(schemas)
         buffer = bytearray(layout.size)
-        self.arrays = layout.batch(buffer)
+        self.arrays, self.areas = layout.batch(buffer), layout.areas(buffer)
         self.row_arrays = [layout.row(buffer, row) for row in range(len(schemas))]
         self.fresh = np.zeros(len(schemas), bool)
         self.row_times, self.worker_times = np.zeros(2 * len(schemas)), np.zeros(2)
@@ -56,8 +57,10 @@ class LocalEngine:
         rows: Sequence[int] | None = None,
         given: dict[int, Any] | None = None,
         timeout: float | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Answer | None:
-        """Runs one command on some rows (None: on all); see `RowGroup.execute`. Nobody is there to keep a timeout."""
+        """Runs one command on some rows (None: on all); see `RowGroup.execute`. Nobody is there to keep a timeout, and
+        there is no waiting in which anything could be done meanwhile."""
         mask = None
         if rows is not None:
             mask = bytearray(len(self._group.rows))

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ from shoal.engine.launch import (
     TemplateLauncher,
     default_start_method,
 )
-from shoal.engine.layout import Array, Layout
+from shoal.engine.layout import Area, Array, Layout
 from shoal.engine.memory import create_block
 from shoal.engine.protocol import Answer, Control, Opcode
 from shoal.engine.rows import Builder, same_leaves
@@ -111,6 +111,7 @@ class Pool:
         self.descriptions: list[Description] = []
         self.arrays: dict[str, dict[Key, Array]] = {}
         self.row_arrays: list[dict[str, dict[Key, Array]]] = []
+        self.areas: dict[str, Area] = {}
 
         n_rows = len(builders)
         size = Control.bytes_for(options.processes, n_rows)
@@ -185,7 +186,7 @@ class Pool:
         """Creates the block of buffered leaves, and has every worker open it."""
         self._schemas, self._layout = schemas, Layout.of(schemas)
         self._data = create_block(self._layout.size, memmap=self._options.memmap, named=self._options.portable)
-        self.arrays = self._layout.batch(self._data.buffer)
+        self.arrays, self.areas = self._layout.batch(self._data.buffer), self._layout.areas(self._data.buffer)
         self.row_arrays = [self._layout.row(self._data.buffer, row) for row in range(len(schemas))]
         self.fresh = np.frombuffer(self._control.fresh, bool)
         self.row_times: Array = np.asarray(self._control.row_times)
@@ -247,6 +248,7 @@ class Pool:
         rows: Sequence[int] | None = None,
         given: dict[int, Any] | None = None,
         timeout: float | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Answer | None:
         """Runs one command on some rows and waits until all of them have answered.
 
@@ -255,6 +257,8 @@ class Pool:
             rows: the rows that take part; None for all.
             given: arguments by row; rows without any may be missing.
             timeout: seconds; None for the pool's ``step_timeout``.
+            meanwhile: what the caller would like to do while the workers are at it; it is not done where there is
+                more to do than to wait.
 
         Returns:
             What does not lie in the buffers, or None if everything does.
@@ -268,7 +272,7 @@ class Pool:
         self._claim()
         try:
             self._running = True
-            return self.execute_claimed(opcode, rows, given, timeout)
+            return self.execute_claimed(opcode, rows, given, timeout, meanwhile)
         finally:  # as in `claim`
             self._running = False
             self._claims.pop("thread", None)
@@ -279,12 +283,14 @@ class Pool:
         rows: Sequence[int] | None = None,
         given: dict[int, Any] | None = None,
         timeout: float | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Answer | None:
         """`execute`, for the thread that holds the `claim`."""
         exchange = self._exchange
         assert exchange is not None
         try:
-            return exchange.run(opcode, rows, given, self._options.step_timeout if timeout is None else timeout)
+            limit = self._options.step_timeout if timeout is None else timeout
+            return exchange.run(opcode, rows, given, limit, meanwhile)
         except BaseException as error:
             if self.closed:
                 raise RuntimeError(
@@ -396,7 +402,7 @@ class Pool:
         for channel in self._channels.values():
             channel.close()
         # The memory goes when the last array over it does; ours go first.
-        self.arrays, self.row_arrays = {}, []
+        self.arrays, self.areas, self.row_arrays = {}, {}, []
         for name in ("fresh", "row_times", "worker_times"):
             self.__dict__.pop(name, None)
         self._launcher = self._exchange = None

@@ -151,14 +151,11 @@ class Control:
         for place in self._commands:
             words[place] = word
 
-    def read_command(self, worker: int) -> tuple[int, int, int]:
-        """A worker's command: sequence number, opcode, flags."""
-        word = self._words[self._commands[worker]]
-        return word >> 16, word >> 8 & 0xFF, word & 0xFF
-
-    def answer(self, worker: int, sequence: int, flags: int) -> None:
-        """Writes a worker's answer; signal completion after."""
-        self._words[self._answers[worker]] = sequence << 8 | flags
+    def cells(self, worker: int) -> tuple[Any, Any]:
+        """A worker's command and its answer, a view of one word each: ``sequence << 16 | opcode << 8 | flags``, and
+        ``sequence << 8 | flags``. The worker signals completion when the answer is written."""
+        words, command, answer = self._words, self._commands[worker], self._answers[worker]
+        return words[command : command + 1], words[answer : answer + 1]
 
     def read_answer(self, worker: int) -> tuple[int, int]:
         """A worker's last answer: the sequence number of the command that it answers, flags."""

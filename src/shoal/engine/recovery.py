@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,12 @@ class Recovery:
         self._good = _GoodValues(engine, schemas)
 
     def run(
-        self, opcode: Opcode, rows: Sequence[int] | None, given: dict[int, Any] | None, timeout: float | None
+        self,
+        opcode: Opcode,
+        rows: Sequence[int] | None,
+        given: dict[int, Any] | None,
+        timeout: float | None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Answer | None:
         """Runs a command; its answer has faults only where they are to be raised.
 
@@ -69,10 +74,15 @@ class Recovery:
             WorkerDied, WorkerTimeout: a worker was lost once more than the policy allows; the pool is closed then.
         """
         with self._engine.claim():
-            return self._run(opcode, rows, given, timeout)
+            return self._run(opcode, rows, given, timeout, meanwhile)
 
     def _run(
-        self, opcode: Opcode, rows: Sequence[int] | None, given: dict[int, Any] | None, timeout: float | None
+        self,
+        opcode: Opcode,
+        rows: Sequence[int] | None,
+        given: dict[int, Any] | None,
+        timeout: float | None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Answer | None:
         everyone = set(range(len(self._schemas)) if rows is None else rows)
         if opcode == Opcode.SEED:
@@ -82,7 +92,9 @@ class Recovery:
             self._completed = set()
         truncated = self._replaced & everyone if self._replaced and opcode in _STEPS else set()
         going = sorted(everyone - truncated) if truncated else rows
-        answer = self._engine.execute_claimed(opcode, going, given, timeout) if not truncated or going else None
+        answer: Answer | None = None
+        if going or not truncated:
+            answer = self._engine.execute_claimed(opcode, going, given, timeout, meanwhile)
         running = everyone
         while answer is not None and answer.faults:
             faults, answer.faults = answer.faults, []

@@ -86,7 +86,9 @@ class RowGroup:
         self._builders: dict[int, Builder | PackedBuilder] = {}
         self._leaves: dict[int, Schema] = {}
         self._arrays: dict[str, dict[Key, Array]] = {}
-        self._together: Any = None
+        self.loops: dict[int, Callable[[], Any]] = {}
+        """What runs a command for all rows in one go, by opcode, and gives the rows that failed (by place) and why: see
+        `shoal.drivers.together`. Empty where each row goes by itself."""
         self._times: Any = None
         self._attachment: tuple[dict[int, Schema], Layout, Any] | None = None
         self._catch: type[BaseException] = BaseException if remote else Exception
@@ -165,7 +167,11 @@ class RowGroup:
         whole = len(self._drivers) == len(self.rows) and not self._broken and not self._unbuilt
         fresh = self._fresh[self.rows[0] : self.rows[-1] + 1]
         times = np.frombuffer(self._times).reshape(-1, 2)[self.rows[0] : self.rows[-1] + 1]
-        self._together = together_for(self._drivers, self._arrays, fresh, times, self._catch) if whole else None
+        together = together_for(self._drivers, self._arrays, fresh, times, self._catch) if whole else None
+        self.loops.clear()
+        if together is not None:
+            self.loops[Opcode.STEP] = together.step
+            self.loops[Opcode.STEP_AND_MAYBE_RESET] = together.step_and_maybe_reset
 
     def execute(self, opcode: int, mask: Any, given: dict[int, Any] | None) -> Answer | None:
         """Runs one command.
@@ -178,10 +184,13 @@ class RowGroup:
         Returns:
             What does not lie in the buffers, or None if everything does.
         """
+        if mask is None and given is None:
+            loop = self.loops.get(opcode)
+            if loop is not None:
+                failed = loop()
+                return self.failures(opcode, failed) if failed else None
         if opcode == Opcode.REBUILD:
             return self._rebuild([row for row in self.rows if mask is None or mask[row]])
-        if self._together is not None and mask is None and given is None and opcode in _STEPS:
-            return self._step_together(opcode)
         run = _COMMANDS[opcode]
         answer: Answer | None = None
         times, clock, moves = self._times, time.perf_counter, opcode in _TIMED
@@ -215,7 +224,7 @@ class RowGroup:
                 answer.values[row] = value
             if self._broken and opcode == Opcode.RESET:
                 self._broken.pop(row, None)
-                if not self._broken and self._together is None:
+                if not self._broken and not self.loops:
                     self._take_together()
         return answer
 
@@ -228,11 +237,8 @@ class RowGroup:
                 answer.faults.append(Fault.capture(row, opcode.command, error, remote=self._remote))
         return answer
 
-    def _step_together(self, opcode: int) -> Answer | None:
-        together = self._together
-        failed = together.step() if opcode == Opcode.STEP else together.step_and_maybe_reset()
-        if not failed:
-            return None
+    def failures(self, opcode: int, failed: Sequence[tuple[int, BaseException]]) -> Answer:
+        """The answer to a command that one of the `loops` has run."""
         return Answer(faults=[self._fault(self.rows[place], Opcode(opcode), error) for place, error in failed])
 
     def close(self) -> Answer:
@@ -249,7 +255,7 @@ class RowGroup:
     def _fault(self, row: int, opcode: Opcode, error: BaseException) -> Fault:
         if opcode in _MOVES:
             self._broken.setdefault(row, opcode.command)
-            self._together = None  # until all rows are well again
+            self.loops.clear()  # until all rows are well again
         return Fault.capture(row, opcode.command, error, remote=self._remote)
 
 

@@ -17,7 +17,12 @@ from torchrl._utils import seed_generator
 from torchrl.data.utils import DEVICE_TYPING
 from torchrl.envs import batched_envs as reference
 from torchrl.envs.common import EnvBase
-from torchrl.envs.utils import _aggregate_end_of_traj, _terminated_or_truncated, _update_during_reset
+from torchrl.envs.utils import (
+    _aggregate_end_of_traj,
+    _make_compatible_policy,
+    _terminated_or_truncated,
+    _update_during_reset,
+)
 
 from shoal.drivers.torchrl_common import node_sizes, td_key
 from shoal.engine import pickling
@@ -36,9 +41,10 @@ from shoal.envs.arguments import (
     factories_of_rows,
     kwargs_of_rows,
 )
+from shoal.envs.plain import PlainWay
 from shoal.envs.remote import RemoteAttributes
 from shoal.envs.results import Results
-from shoal.envs.rollout import in_place, rollout_in_place
+from shoal.envs.rollout import draws_in_place, in_place, policy_rollout, random_rollout
 from shoal.envs.session import Session
 from shoal.envs.specs import batch_specs
 from shoal.envs.stats import Stats
@@ -260,7 +266,6 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
 
     def _make_results(self, session: Session, rows: list[int]) -> None:
         nodes = node_sizes(*(self.output_spec[name] for name in self.output_spec.keys()))
-        results = Results(session, rows, self.batch_size, self.device, nodes, lazy=self._lazy_results)
         schema = session.rows[rows[0]].schema
         single = [key[0] for key in self._keys([*self.reset_keys, *self.done_keys]) if len(key) == 1]
         rewards = [
@@ -268,8 +273,10 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
             for key, leaf in schema.by_area[NEXT].items()
             if leaf.role == REWARD and len(key) == 1 and key not in schema.by_area[ROOT]
         ]
-        not_root = {"next", "_step", *single, *rewards}
-        self.__dict__["_not_root"] = frozenset(not_root)
+        not_root = frozenset({"next", "_step", *single, *rewards})
+        results = Results(
+            session, rows, self.batch_size, self.device, nodes, lazy=self._lazy_results, not_root=not_root
+        )
         # Like the specs, these stay known when the environment is closed.
         self.__dict__["_dynamic"] = not results.dense
         self.__dict__["_set_state"] = all(session.rows[row].supports_set_state for row in rows)
@@ -576,15 +583,16 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
             return _update_during_reset(fresh, given, self.reset_keys).update(fresh)
         return given.exclude(*self.reset_keys).update(fresh)
 
-    def _plain_session(self, tensordict: TensorDictBase, *, resets: bool) -> Session | None:
-        """The session, where a step (which may reset) can take the short way: the step's input is written then."""
+    def _plain_way(self, tensordict: TensorDictBase, *, resets: bool) -> PlainWay | None:
+        """The short way, where a step (which may reset) can take it: the step's input is written then."""
         known = self.__dict__
-        results, session = known["_results"], known["_session"]
-        if results is None or not results.fast or session is None or session.closed or not known.get("_in_use"):
+        results = known["_results"]
+        if results is None or results.plain is None or not known.get("_in_use"):
             return None
-        if resets and not results.whole_rows:
+        way = results.plain
+        if way.session.closed or (resets and not results.whole_rows):
             return None
-        return session if results.write_plain_input(tensordict) else None
+        return way if way.write_input(tensordict) else None
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Steps the sub-environments.
@@ -601,13 +609,11 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
             RuntimeError: an action is missing or has the wrong shape.
         """
         start = time.perf_counter()
-        session = self._plain_session(tensordict, resets=False)
-        if session is None:
+        way = self._plain_way(tensordict, resets=False)
+        if way is None:
             return self._step_long(tensordict)
-        results: Results = self.__dict__["_results"]
-        session.run(Opcode.STEP)
-        tensordict._tensordict["next"] = results.plain(results.read_plain(NEXT))
-        session.meter.moving += time.perf_counter() - start
+        way.run(Opcode.STEP, tensordict)
+        way.session.meter.moving += time.perf_counter() - start
         return tensordict
 
     @_timed
@@ -626,9 +632,20 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
     def _step_mdp(self) -> Callable[[TensorDictBase], TensorDictBase]:
         """What takes a step's result to the root of the following step. Where rows differ, each has keys of its own."""
         session: Session | None = self.__dict__["_session"]
-        if session is None or session.alike:
-            return super()._step_mdp  # type: ignore[no-any-return]
-        return self.__dict__["_results"].advance  # type: ignore[no-any-return]
+        results: Results | None = self.__dict__["_results"]
+        if session is not None and results is not None and not session.alike:
+            return results.advance
+        torchrls: Callable[[TensorDictBase], TensorDictBase] = super()._step_mdp
+        way = None if results is None else results.plain
+        if way is None:
+            return torchrls
+        plainly = way.advance
+
+        def step_mdp(tensordict: TensorDictBase) -> TensorDictBase:
+            after = plainly(tensordict)
+            return torchrls(tensordict) if after is None else after
+
+        return step_mdp
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         session, results = self._started(stepping=True), self.__dict__["_results"]
@@ -672,19 +689,11 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
             RuntimeError: an action is missing or has the wrong shape.
         """
         start = time.perf_counter()
-        session = self._plain_session(tensordict, resets=True)
-        if session is None:
+        way = self._plain_way(tensordict, resets=True)
+        if way is None:
             return self._step_and_maybe_reset_long(tensordict)  # type: ignore[no-any-return]
-        session.run(Opcode.STEP_AND_MAYBE_RESET)
-        results: Results = self.__dict__["_results"]
-        following = results.read_plain(NEXT)
-        fresh = results.read_plain_root(following)
-        source, dropped = tensordict._tensordict, self.__dict__["_not_root"]
-        root = {name: value for name, value in source.items() if name not in dropped}
-        root.update(fresh)
-        source["next"] = results.plain(following)
-        after = results.plain(root)
-        session.meter.moving += time.perf_counter() - start
+        after = way.run(Opcode.STEP_AND_MAYBE_RESET, tensordict)
+        way.session.meter.moving += time.perf_counter() - start
         return tensordict, after
 
     @_timed
@@ -708,11 +717,18 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
     def rollout(self, max_steps: int, policy: Any = None, callback: Any = None, **kwargs: Any) -> TensorDictBase:
         """Steps ``max_steps`` times, or until a row is done; see torchrl's ``EnvBase.rollout`` for the arguments.
 
-        Without a policy and with ``break_when_any_done=False``, each step is written to its final place.
+        Each step is written to its final place, but with ``break_when_all_done``, a callback, ``out`` and other
+        arguments that few use: these take torchrl's own loop, which stacks the steps at the end.
         """
-        breaks = kwargs.get("break_when_any_done") is not False or kwargs.get("break_when_all_done")
-        if policy is not None or callback is not None or breaks or max_steps < 1 or not kwargs.keys() <= _IN_PLACE:
+        odd = callback is not None or kwargs.get("break_when_all_done") or self._post_step_mdp_hooks is not None
+        if odd or max_steps < 1 or not kwargs.keys() <= _IN_PLACE:
             return super().rollout(max_steps, policy, callback, **kwargs)
+        until_done = kwargs.get("break_when_any_done") is not False
+        if policy is not None:
+            trust = kwargs.get("trust_policy", False)
+            policy = _make_compatible_policy(
+                policy, self.observation_spec, env=self, fast_wrap=True, trust_policy=trust
+            )
         tensordict = kwargs.get("tensordict")
         if kwargs.get("auto_reset", True):
             root = self.reset(tensordict)
@@ -721,13 +737,18 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         else:
             raise RuntimeError("tensordict must be provided when auto_reset is False")
         session, results = self._started(stepping=True), self.__dict__["_results"]
-        if in_place(session, results, root):
+        if policy is None and not until_done and draws_in_place(session, results, root):
             start = time.perf_counter()
-            rollout = rollout_in_place(self, session, results, root, max_steps)
+            rollout = random_rollout(self, results.plain, root, max_steps)
             session.meter.moving += time.perf_counter() - start
             return rollout
-        kwargs.update(tensordict=root, auto_reset=False)
-        return super().rollout(max_steps, policy, callback, **kwargs)
+        if in_place(session, results, root, max_steps if until_done else 0):
+            contiguous = kwargs.get("return_contiguous", False) is not False  # None is yes, where shapes are fixed
+            return policy_rollout(
+                self, results.plain, root, policy or self.rand_action, max_steps, until_done, contiguous
+            )
+        kwargs.update(tensordict=root, auto_reset=False, trust_policy=True)  # it is wrapped already
+        return super().rollout(max_steps, policy, **kwargs)
 
     def _root_in_parts(self, tensordict: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         """The root where parts of a row (agents, entries of its own batch) may be done alone: the parts that were reset

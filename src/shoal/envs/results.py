@@ -10,17 +10,14 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection
 
-from shoal.drivers.torchrl_common import BFLOAT16, as_tensor, td_key
-from shoal.engine.layout import Array
+from shoal.drivers.torchrl_common import as_tensor, td_key
 from shoal.engine.pool import Pool
 from shoal.engine.protocol import StepInput
 from shoal.engine.schema import ACTION, DONE, INPUT, NEXT, ROOT, Key, Leaf
+from shoal.envs.plain import PlainWay, plain_way
 from shoal.envs.session import Session
 
 Values = dict[int, Any] | None
-
-_SMALL_BYTES = 1 << 16
-_from_numpy = torch.from_numpy
 
 
 class Results:
@@ -37,6 +34,7 @@ class Results:
         device: device of a result, or None.
         nodes: batch size of each nested TensorDict of the result, by key.
         lazy: whether a result is a lazy stack in any case.
+        not_root: flat keys that a step's input and result may have and the root of the following step has not.
     """
 
     def __init__(
@@ -48,6 +46,7 @@ class Results:
         nodes: dict[Key, torch.Size],
         *,
         lazy: bool,
+        not_root: frozenset[str],
     ) -> None:
         self._session = session
         self.rows = list(rows)
@@ -72,12 +71,10 @@ class Results:
         }
         self._all_buffered = all(buffer is not None for leaves in self._leaves.values() for _, _, buffer, _ in leaves)
         flat = all(len(key) == 1 for leaves in self._leaves.values() for key, *_ in leaves)
-        self.fast = self.dense and self._all_buffered and flat and self.whole and not self._moves
-        self._plain: dict[str, list[tuple[Any, torch.Tensor]]] = {
-            area: [(name, buffer) for _, name, buffer, _ in leaves if buffer is not None]
-            for area, leaves in self._leaves.items()
-        }
-        self._arrays = self._small_arrays() if self.fast else None
+        self.plain: PlainWay | None = None
+        """The short way for steps of these rows, where there is one."""
+        if self.dense and self._all_buffered and flat and self.whole and not self._moves:
+            self.plain = plain_way(session, batch_size, device, not_root)
         done = [leaf for leaf in first.leaves if leaf.role == DONE]
         self.whole_rows = len({leaf.key[:-1] for leaf in done}) == 1 and all(prod(leaf.shape) == 1 for leaf in done)
         """Whether a row is done as a whole, if it is."""
@@ -95,75 +92,6 @@ class Results:
                 return None
             buffer = self._row_buffers[row, area, key] = as_tensor(array, leaf.dtype)
         return buffer
-
-    # The short way, for plain TensorDicts of flat keys that all lie in buffers.
-
-    def _small_arrays(self) -> dict[str, list[tuple[str, Array]]] | None:
-        """Name and array of the leaves by area, where all are so small that a copy is mostly the call for it: numpy's
-        costs half of torch's. None where they are not, or where numpy lacks their dtype."""
-        found: dict[str, list[tuple[str, Array]]] = {NEXT: [], ROOT: []}
-        for area, small in found.items():
-            for key, _, _, leaf in self._leaves[area]:
-                array = self._session.engine.arrays[area][key]
-                if leaf.dtype == BFLOAT16 or array.nbytes > _SMALL_BYTES:
-                    return None
-                small.append((key[0], array))
-        return found
-
-    def write_plain_input(self, tensordict: TensorDictBase) -> bool:
-        """Takes the input of a step by the short way. False, with nothing done, where the long way is needed: another
-        batch size, masks, leaves set in next, a leaf that is missing, misshapen or must be converted."""
-        if type(tensordict) is not TensorDict or tensordict._batch_size != self._batch_size or tensordict.is_locked:
-            return False
-        source = tensordict._tensordict
-        if "next" in source or "_step" in source:
-            return False
-        inputs = self._plain[INPUT]
-        for name, buffer in inputs:
-            value = source.get(name)
-            if (
-                type(value) is not torch.Tensor
-                or value.shape != buffer.shape
-                or value.dtype is not buffer.dtype
-                or value.requires_grad
-            ):
-                return False
-        for name, buffer in inputs:
-            buffer.copy_(source[name])
-        return True
-
-    def plain_leaves(self, area: str) -> list[tuple[str, torch.Tensor]]:
-        """Name and buffer of an area's leaves, where all are flat and buffered."""
-        return self._plain[area]
-
-    def read_plain(self, area: str) -> dict[str, torch.Tensor]:
-        """An area's leaves, in memory of their own."""
-        if self._arrays is not None:
-            return {name: _from_numpy(array.copy()) for name, array in self._arrays[area]}
-        return {name: buffer.clone() for name, buffer in self._plain[area]}
-
-    def read_plain_root(self, following: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The root's leaves after a step that may have reset rows, and whose next has these leaves."""
-        fresh = self._session.engine.fresh
-        reset = b"\x01" in fresh.tobytes()
-        if self._arrays is not None:
-            latest = dict(self._arrays[NEXT])
-            root = {name: latest[name].copy() for name, _ in self._arrays[ROOT]}
-            if reset:
-                for name, array in self._arrays[ROOT]:
-                    root[name][fresh] = array[fresh]
-            return {name: _from_numpy(array) for name, array in root.items()}
-        if not reset:
-            return {name: following[name].clone() for name, _ in self._plain[ROOT]}
-        rows = torch.from_numpy(fresh.nonzero()[0])
-        return {name: following[name].index_put((rows,), buffer[rows]) for name, buffer in self._plain[ROOT]}
-
-    def plain(self, source: dict[str, Any]) -> TensorDictBase:
-        """A TensorDict of the batch over these leaves, unchecked."""
-        result: TensorDictBase = TensorDict._new_unsafe(
-            source=source, batch_size=self._batch_size, device=self._device, nested=False
-        )
-        return result
 
     # What a step reads.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from shoal.engine.errors import Fault, WorkerDied, WorkerTimeout, raise_faults
@@ -55,16 +55,21 @@ class Session:
         self._execute = engine.execute if self._recovery is None else self._recovery.run
 
     def run(
-        self, opcode: Opcode, rows: Sequence[int] | None = None, given: dict[int, Any] | None = None
+        self,
+        opcode: Opcode,
+        rows: Sequence[int] | None = None,
+        given: dict[int, Any] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> dict[int, Any] | None:
-        """Runs a command on some rows (None: all) and gives the values that came by message, by row.
+        """Runs a command on some rows (None: all) and gives the values that came by message, by row; ``meanwhile`` is
+        what to do while they are at it, see `Pool.execute`.
 
         Raises:
             Exception: what a sub-environment raised; the other rows' results are kept.
         """
         start = time.perf_counter()
         try:
-            answer: Answer | None = self._execute(opcode, rows, given, self.timeout)
+            answer: Answer | None = self._execute(opcode, rows, given, self.timeout, meanwhile)
         except BaseException as error:
             self.closed = self.closed or getattr(self.engine, "closed", False)
             if self._recovery is None and isinstance(error, (WorkerDied, WorkerTimeout)):
