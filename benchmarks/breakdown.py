@@ -39,6 +39,7 @@ SECONDS = 0.4
 
 cartpole = partial(gymnasium.make, "CartPole-v1")
 gym_env = partial(GymEnv, "CartPole-v1")
+cheetah, gym_cheetah = partial(gymnasium.make, "HalfCheetah-v5"), partial(GymEnv, "HalfCheetah-v5")
 
 
 def per_call(function: Callable[[], Any], seconds: float = SECONDS) -> float:
@@ -184,6 +185,22 @@ def ratio_lines() -> list[str]:
             seconds=0.5,
             unit="s",
         )
+    compare(
+        "`rollout(256, policy)` of 16 pixel environments, 2 processes, against torchrl `ParallelEnv` (forked)",
+        Rollout(ParallelEnv(16, PixelEnv, processes=2), policy=True),
+        Rollout(TorchRLParallelEnv(16, wrapped, **fork), policy=True),
+        "",
+        seconds=0.5,
+        unit="s",
+    )
+    compare(
+        "`rollout(256, policy)` until a row is done, 8 HalfCheetah-v5, 2 processes, against torchrl `ParallelEnv` (forked)",
+        Rollout(ParallelEnv(8, cheetah, processes=2), policy=True, until_done=True),
+        Rollout(TorchRLParallelEnv(8, gym_cheetah, **fork), policy=True, until_done=True),
+        "",
+        seconds=0.5,
+        unit="s",
+    )
     return lines
 
 
@@ -192,13 +209,16 @@ def wrap_pixels() -> GymWrapper:
 
 
 class Rollout:
-    """Rolls a batch out, 256 steps of random actions."""
+    """Rolls a batch out, 256 steps of random actions, or of a policy that always does the same."""
 
-    def __init__(self, env: Any) -> None:
-        self.env = env
+    def __init__(self, env: Any, *, policy: bool = False, until_done: bool = False) -> None:
+        self.env, self.until_done = env, until_done
+        env.reset()
+        action = env.action_spec.rand()
+        self.policy = (lambda td: td.set("action", action)) if policy else None
 
     def __call__(self) -> None:
-        self.env.rollout(256, break_when_any_done=False)
+        self.env.rollout(256, self.policy, break_when_any_done=self.until_done)
 
     def close(self) -> None:
         self.env.close()
