@@ -194,7 +194,8 @@ def ratio_lines() -> list[str]:
         unit="s",
     )
     compare(
-        "`rollout(256, policy)` until a row is done, 8 HalfCheetah-v5, 2 processes, against torchrl `ParallelEnv` (forked)",
+        "`rollout(256, policy)` until a row is done, 8 HalfCheetah-v5 on 2 processes, against torchrl `ParallelEnv` "
+        "(forked)",
         Rollout(ParallelEnv(8, cheetah, processes=2), policy=True, until_done=True),
         Rollout(TorchRLParallelEnv(8, gym_cheetah, **fork), policy=True, until_done=True),
         "",
