@@ -20,6 +20,7 @@ from shoal.envs import plain, rollout
 from shoal.envs.plain import LargeWay, PlainWay, SmallWay
 from tests.envs.kinds import KINDS, kinds
 from tests.support import Counter
+from tests.zoo.torchrl_envs import CountingEnv
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -94,6 +95,47 @@ def test_results_are_nobody_elses_memory(kind: str, factory: Any) -> None:
     env.step_and_maybe_reset(env.rand_action(td.clone()))
     env.close()
     assert all(torch.equal(leaf, copy) for leaf, copy in zip(leaves, copies, strict=True))
+
+
+@kinds
+def test_inputs_that_take_the_long_way(kind: str) -> None:
+    env = KINDS[kind](2, Counter)
+    td = env.rand_action(env.reset())
+    for leaf in ("requires_grad", "locked", "mask"):
+        given = td.copy()
+        if leaf == "requires_grad":
+            given["action"] = given["action"].float().requires_grad_()
+        elif leaf == "locked":
+            given.lock_()
+        else:
+            given["_step"] = torch.tensor([True, False])
+        assert not way_of(env).write_input(given), leaf
+    assert way_of(env).write_input(td)
+    with pytest.raises(RuntimeError, match=r"[Ll]ock"):
+        env.step(td.copy().lock_())
+    env.close()
+
+
+@kinds
+def test_an_action_with_a_gradient_leaves_the_buffers_without(kind: str) -> None:
+    env = KINDS[kind](2, functools.partial(gym.make, "Pendulum-v1"))
+    td = env.reset()
+    td["action"] = torch.zeros(2, 1, requires_grad=True)
+    assert not way_of(env).write_input(td)
+    env.step_and_maybe_reset(td)
+    assert not any(buffer.requires_grad for leaves in way_of(env).leaves.values() for _, buffer in leaves)
+    env.close()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_bfloat16_has_a_way_of_its_own(processes: int) -> None:
+    env = ParallelEnv(2, functools.partial(CountingEnv, dtype=torch.bfloat16), processes=processes)
+    stepped, td = env.step_and_maybe_reset(env.rand_action(env.reset()))
+    assert type(way_of(env)) is LargeWay
+    for result in (stepped["next"], td):
+        assert result["observation"].dtype == torch.bfloat16
+        assert result["observation"].flatten().tolist() == [1, 1]
+    env.close()
 
 
 @kinds

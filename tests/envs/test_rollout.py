@@ -38,7 +38,25 @@ class Dictionary(Counter):
         }
 
 
+class TwoActions(Counter):
+    """Takes two actions."""
+
+    action_space = gym.spaces.Dict({"turn": gym.spaces.Discrete(3), "push": gym.spaces.Box(-1, 1, (2,), np.float32)})
+
+    def step(self, action: Any) -> Any:
+        assert set(action) == {"turn", "push"}
+        return super().step(action["turn"])
+
+
+class Draws(Counter):
+    """Observes a draw from torch's own generator."""
+
+    def observe(self) -> Any:
+        return super().observe() + torch.rand(()).numpy()
+
+
 FACTORIES: dict[str, Any] = {
+    "two actions": functools.partial(TwoActions, 4),
     "counter": functools.partial(Counter, 3),
     "dictionary": functools.partial(Dictionary, 4),
     "wrapped": functools.partial(GymEnv, "CartPole-v1"),
@@ -89,6 +107,11 @@ def same(mine: Any, theirs: Any) -> None:
 def test_it_is_the_rollout_of_torchrls_own_loop(kind: str, factory: str, steps: int) -> None:
     mine, theirs = both(kind, FACTORIES[factory], steps)
     assert mine.batch_size == (3, steps)
+    same(mine, theirs)
+
+
+def test_an_environment_that_draws_from_the_same_generator_is_not_in_the_way() -> None:
+    mine, theirs = both("serial", functools.partial(Draws, 4), 9)
     same(mine, theirs)
 
 
@@ -226,6 +249,8 @@ class Policies:
                 td.set("text", NonTensorStack("a", "b"))
             elif how == "grad":
                 td.set("extra", torch.ones(2, requires_grad=later) * 2)
+            elif how == "names" and later:
+                td.names = ["rows"]
             elif how == "next" and later:
                 td.set(("next", "hidden"), torch.ones(2))
             return td
@@ -275,7 +300,7 @@ def test_random_actions_until_a_row_is_done(kind: str, until_done: bool) -> None
 
 
 @kinds
-@pytest.mark.parametrize("how", ["shape", "key", "dtype", "action", "text", "grad", "next"])
+@pytest.mark.parametrize("how", ["shape", "key", "dtype", "action", "text", "grad", "names", "next"])
 @pytest.mark.parametrize("until_done", [False, True])
 @pytest.mark.parametrize("contiguous", [False, None])
 def test_a_policy_that_changes_the_form_of_what_it_writes(
@@ -296,6 +321,7 @@ def test_a_policy_that_changes_the_form_of_what_it_writes(
         assert mine is theirs
         return
     assert mine.batch_size == theirs.batch_size == (2, 5 if until_done else 12)
+    assert mine.names == theirs.names
     for step in range(mine.shape[1]):
         assert set(mine[:, step].keys(True, True)) == set(theirs[:, step].keys(True, True))
         assert (mine[:, step].exclude("text") == theirs[:, step].exclude("text")).all()
@@ -303,6 +329,30 @@ def test_a_policy_that_changes_the_form_of_what_it_writes(
         assert mine["text"] == theirs["text"]
     if how == "grad":
         assert mine[:, 3]["extra"].requires_grad == theirs[:, 3]["extra"].requires_grad
+
+
+@kinds
+def test_a_policy_may_write_what_numpy_does_not_know(kind: str) -> None:
+    def policy(td: Any) -> Any:
+        td.set("small", td["observation"].to(torch.float8_e4m3fn))
+        return td.set("action", Policies.action(td))
+
+    mine, theirs = policy_rollouts(kind, lambda: policy, COUNTERS, 7, break_when_any_done=False)
+    assert mine["small"].dtype == theirs["small"].dtype
+    assert torch.equal(mine["small"].float(), theirs["small"].float())
+    same(mine.exclude("small"), theirs.exclude("small"))
+
+
+@kinds
+def test_rows_that_are_done_in_parts_take_torchrls_loop(kind: str) -> None:
+    env = KINDS[kind](2, functools.partial(Counter, 4))
+    env.reset()
+    env.__dict__["_results"].whole_rows = False
+    with mock.patch.object(rollout, "_Record") as record:
+        assert env.rollout(6, Policies.writes(), break_when_any_done=False).batch_size == (2, 6)
+        assert env.rollout(6, Policies.writes()).batch_size == (2, 4)
+    assert not record.called
+    env.close()
 
 
 @kinds

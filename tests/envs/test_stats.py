@@ -131,3 +131,37 @@ def test_time_in_resets_that_a_step_brings_counts_once(kind: str) -> None:
     for row in env.stats().rows:
         assert 5 * 0.004 <= row.env_seconds < 9 * 0.004
     env.close()
+
+
+@kinds
+def test_a_command_that_fails_has_taken_its_time(kind: str) -> None:
+    """The time in the engine is a part of the time in the methods, whatever became of them."""
+    ways = {
+        "step": lambda env: [env.step(env.rand_action(env.reset())) for _ in range(3)],
+        "long step": lambda env: [env.step(env.rand_action(env.reset()).refine_names("rows")) for _ in range(3)],
+        "both": lambda env: [env.step_and_maybe_reset(env.rand_action(env.reset())) for _ in range(3)],
+        "rollout": lambda env: env.rollout(5, break_when_any_done=False),
+        "policy": lambda env: env.rollout(5, lambda td: td.set("action", env.action_spec.rand())),
+    }
+    for name, way in ways.items():
+        env = KINDS[kind](2, SlowTrouble)
+        env.reset()
+        env.set_attr("seconds", 0.05)
+        before = env.stats()
+        with pytest.raises(RuntimeError, match="trouble"):
+            way(env)
+        meter = env.__dict__["_session"].meter
+        assert meter.engine > 0.05, name
+        assert meter.moving > meter.engine, name
+        assert env.stats().face_seconds >= before.face_seconds, name
+        env.close()
+
+
+class SlowTrouble(Slow):
+    """Raises in its first slow step."""
+
+    def step(self, action: int) -> Any:
+        result = super().step(action)
+        if self.seconds:
+            raise RuntimeError("trouble")
+        return result

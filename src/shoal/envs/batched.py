@@ -64,11 +64,12 @@ def _timed(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: BatchedEnv, *args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
-        result = method(self, *args, **kwargs)
-        session: Session | None = self.__dict__["_session"]
-        if session is not None:
-            session.meter.moving += time.perf_counter() - start
-        return result
+        try:
+            return method(self, *args, **kwargs)
+        finally:  # a command that fails has taken its time too
+            session: Session | None = self.__dict__["_session"]
+            if session is not None:
+                session.meter.moving += time.perf_counter() - start
 
     return call
 
@@ -612,8 +613,10 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         way = self._plain_way(tensordict, resets=False)
         if way is None:
             return self._step_long(tensordict)
-        way.run(Opcode.STEP, tensordict)
-        way.session.meter.moving += time.perf_counter() - start
+        try:
+            way.run(Opcode.STEP, tensordict)
+        finally:
+            way.session.meter.moving += time.perf_counter() - start
         return tensordict
 
     @_timed
@@ -692,8 +695,10 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         way = self._plain_way(tensordict, resets=True)
         if way is None:
             return self._step_and_maybe_reset_long(tensordict)  # type: ignore[no-any-return]
-        after = way.run(Opcode.STEP_AND_MAYBE_RESET, tensordict)
-        way.session.meter.moving += time.perf_counter() - start
+        try:
+            after = way.run(Opcode.STEP_AND_MAYBE_RESET, tensordict)
+        finally:
+            way.session.meter.moving += time.perf_counter() - start
         return tensordict, after
 
     @_timed
@@ -739,9 +744,10 @@ class BatchedEnv(RemoteAttributes, Views, EnvBase):  # type: ignore[misc]
         session, results = self._started(stepping=True), self.__dict__["_results"]
         if policy is None and not until_done and draws_in_place(session, results, root):
             start = time.perf_counter()
-            rollout = random_rollout(self, results.plain, root, max_steps)
-            session.meter.moving += time.perf_counter() - start
-            return rollout
+            try:
+                return random_rollout(self, results.plain, root, max_steps)
+            finally:
+                session.meter.moving += time.perf_counter() - start
         if in_place(session, results, root, max_steps if until_done else 0):
             contiguous = kwargs.get("return_contiguous", False) is not False  # None is yes, where shapes are fixed
             return policy_rollout(

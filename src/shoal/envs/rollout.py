@@ -116,9 +116,11 @@ def random_rollout(env: Any, way: PlainWay, root: TensorDictBase, steps: int) ->
 def _all_draws(spec: Composite, steps: int) -> TensorDictBase | None:
     """Actions for all steps, ``[steps, N]``: what so many draws in a row give, from the same state of the generator to
     the same state, for a fiftieth of their cost. None where a spec draws in another order, or in an unknown way."""
-    for leaf in spec.values(True, True):
-        if type(leaf) not in _IN_SEQUENCE or getattr(leaf, "mask", None) is not None:
-            return None
+    leaves = list(spec.values(True, True))
+    if len(leaves) != 1:  # several would be drawn one after the other, not step by step
+        return None
+    if type(leaves[0]) not in _IN_SEQUENCE or getattr(leaves[0], "mask", None) is not None:
+        return None
     draws: TensorDictBase = spec.expand(steps, *spec.shape).rand()
     return draws
 
@@ -157,20 +159,20 @@ def policy_rollout(
         record = record or _Record(way, root, steps)
         last = step == steps - 1
         took: list[float] = []
-        session.run(
-            Opcode.STEP if last or until_done else Opcode.STEP_AND_MAYBE_RESET,
-            meanwhile=partial(record.write_root, step, leaves, took),
-        )
-        if took:
-            session.meter.engine -= took[0]  # not the engine's, though done in its time
-        else:
-            record.write_root(step, leaves, took)
-        record.write_next(step)
-        if until_done and way.any_done():
-            return record.whole(step + 1)
-        if not last:
-            root = way.root_after(root, resets=not until_done)
-        session.meter.moving += clock() - start
+        opcode = Opcode.STEP if last or until_done else Opcode.STEP_AND_MAYBE_RESET
+        try:
+            session.run(opcode, meanwhile=partial(record.write_root, step, leaves, took))
+            if took:
+                session.meter.engine -= took[0]  # not the engine's, though done in its time
+            else:
+                record.write_root(step, leaves, took)
+            record.write_next(step)
+            if until_done and way.any_done():
+                return record.whole(step + 1)
+            if not last:
+                root = way.root_after(root, resets=not until_done)
+        finally:
+            session.meter.moving += clock() - start
     assert record is not None
     return record.whole(steps)
 
@@ -269,11 +271,12 @@ class _Form:
 
     @classmethod
     def of(cls, node: TensorDictBase) -> _Form | None:
-        """The form of a TensorDict with nothing in it but TensorDicts and tensors; None for others."""
+        """The form of a TensorDict with nothing in it but TensorDicts and tensors, dimensions without names; None for
+        others."""
         tree = [node]
         while tree:
             part = tree.pop()
-            if type(part) is not TensorDict:
+            if type(part) is not TensorDict or part._has_names():
                 return None
             tree.extend(value for value in part._tensordict.values() if type(value) is not torch.Tensor)
         return cls(node)
@@ -281,7 +284,7 @@ class _Form:
     def values(self, node: TensorDictBase) -> list[torch.Tensor] | None:
         """The tensors of a TensorDict of this form, without gradients and on the CPU, always in the same order; None if
         it is not so."""
-        if type(node) is not TensorDict or node.batch_size != self._batch_size:
+        if type(node) is not TensorDict or node.batch_size != self._batch_size or node._has_names():
             return None
         source, found = node._tensordict, []
         if len(source) != len(self._leaves) + len(self._nodes):
@@ -315,7 +318,9 @@ def _rooms(node: TensorDictBase, steps: int) -> TensorDictBase:
 
 def _room(value: torch.Tensor, steps: int) -> torch.Tensor:
     shape = (value.shape[0], steps, *value.shape[1:])
-    if value.dtype == torch.bfloat16:
+    try:
+        dtype = value.new_empty(0).numpy().dtype
+    except TypeError:  # bfloat16, float8 and others that numpy does not know
         return torch.empty(shape, dtype=value.dtype)
     # numpy asks the system for huge pages, which saves most of what it costs to touch so much memory for the first time
-    return torch.from_numpy(np.empty(shape, value.new_empty(0).numpy().dtype))
+    return torch.from_numpy(np.empty(shape, dtype))
