@@ -344,6 +344,18 @@ def test_a_policy_may_write_what_numpy_does_not_know(kind: str) -> None:
 
 
 @kinds
+@pytest.mark.parametrize("until_done", [False, True])
+def test_names_that_a_policy_gives_stay(kind: str, until_done: bool) -> None:
+    def policy(td: Any) -> Any:
+        td.names = ["rows"]
+        return td.set("action", Policies.action(td))
+
+    mine, theirs = policy_rollouts(kind, lambda: policy, COUNTERS, 7, break_when_any_done=until_done)
+    assert mine.names == theirs.names == ["rows", "time"]
+    assert (mine == theirs).all()
+
+
+@kinds
 def test_rows_that_are_done_in_parts_take_torchrls_loop(kind: str) -> None:
     env = KINDS[kind](2, functools.partial(Counter, 4))
     env.reset()
