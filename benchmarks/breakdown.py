@@ -272,7 +272,7 @@ def face_against_copies() -> list[str]:
     """What the face costs over the waiting, against the bare copies of the leaves that it hands out."""
     step = Stepper(SerialEnv(8, cartpole))
     session, results = step.env.__dict__["_session"], step.env.__dict__["_results"]
-    buffers = [buffer for area in ("next", "root") for _, buffer in results.plain_leaves(area)]
+    buffers = [buffer for area in ("next", "root") for _, buffer in results.plain.leaves[area]]
     run = session.run
     session.run = lambda *args, **kwargs: None
     found = alternate({"face": step, "copies": lambda: [buffer.clone() for buffer in buffers]})
