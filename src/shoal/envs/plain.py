@@ -146,17 +146,23 @@ class PlainWay:
 
     def root_after(self, tensordict: TensorDictBase, *, resets: bool) -> TensorDictBase:
         """The root that follows a step with this input (which may have reset rows), where nobody wants its next."""
-        rows = self.session.engine.fresh.nonzero()[0] if resets else ()
-        reset = torch.from_numpy(rows) if len(rows) else None
         root, latest = self._carried(tensordict), dict(self.leaves[NEXT])
-        for name, buffer in self.leaves[ROOT]:
-            root[name] = value = latest[name].clone()
-            if reset is not None:
-                value[reset] = buffer[reset]
+        for name, _ in self.leaves[ROOT]:
+            root[name] = latest[name].clone()
+        if resets:
+            self._take_resets(root)
         after: TensorDictBase = TensorDict._new_unsafe(
             source=root, batch_size=self._batch_size, device=self._device, nested=False
         )
         return after
+
+    def _take_resets(self, root: dict[str, torch.Tensor]) -> None:
+        """Gives root leaves that hold next's values those of the rows that the last step has reset."""
+        rows = self.session.engine.fresh.nonzero()[0]
+        if len(rows):
+            reset = torch.from_numpy(rows)
+            for name, buffer in self.leaves[ROOT]:
+                root[name][reset] = buffer[reset]
 
     def _room(self, resets: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
         """The leaves of next and root, without values in them, and what `_fill` wants to know of them."""
@@ -219,14 +225,10 @@ class LargeWay(PlainWay):
         following, root = values
         for name, buffer in self.leaves[NEXT]:
             following[name].copy_(buffer)
-        if not root:
-            return
-        rows = self.session.engine.fresh.nonzero()[0]
-        reset = torch.from_numpy(rows) if len(rows) else None
-        for name, buffer in self.leaves[ROOT]:
-            value = root[name].copy_(following[name])
-            if reset is not None:
-                value[reset] = buffer[reset]
+        if root:
+            for name, value in root.items():
+                value.copy_(following[name])
+            self._take_resets(root)
 
 
 def _apart(value: Any) -> Any:

@@ -28,7 +28,6 @@ _IN_SEQUENCE = frozenset({Binary, BoundedContinuous, BoundedDiscrete, Categorica
 """Specs whose draws of many values are those of few values in a row."""
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
-Column = tuple[torch.Tensor, ...]
 
 
 def in_place(session: Session, results: Results, root: TensorDictBase, at_most: int = 0) -> bool:
